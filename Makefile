@@ -1,0 +1,21 @@
+# `make demo` and `make test` do their whole set-up in .venv. Needs Python 3.11 or 3.12.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint
+
+demo: .venv/installed
+	$(BIN)/python -m zero_fn demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy zero_fn kernels
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch .venv/installed

@@ -1,0 +1,22 @@
+"""Kernels, imported as ``zero_fn.kernels``: each a reference in plain torch, a fast path, one registration.
+
+Nothing here imports the rest of ``zero_fn``. Names load when first used, so that importing the
+package needs neither Triton nor a driver.
+"""
+
+import importlib
+from typing import Any
+
+_HOME: dict[str, str] = {}  # public name -> the file that defines it
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

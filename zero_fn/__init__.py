@@ -1,0 +1,1 @@
+"""What DeepSpeed does, as pure functions over ``torch.func``."""

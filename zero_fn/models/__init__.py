@@ -1,0 +1,1 @@
+"""Worked examples: models as pure functions of a dict of tensors."""

@@ -1,0 +1,1 @@
+"""Optimizers as ``(init, update)`` pairs."""
