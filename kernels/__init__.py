@@ -1,4 +1,4 @@
-"""Kernels, imported as ``zero_fn.kernels``: each a reference in plain torch, a fast path, one registration.
+"""Kernels, imported as ``zero_fn.kernels``: a reference, a fast path and one registration for each.
 
 Nothing here imports the rest of ``zero_fn``. Names load when first used, so that importing the
 package needs neither Triton nor a driver.
