@@ -1,0 +1,495 @@
+"""Collectives: differentiable functions of a tensor and the name of a mesh axis.
+
+Inside ``spmd`` a value is *varying* over an axis (ranks may hold different values) or *invariant*
+(all hold the same). Each collective says which it takes and gives; its derivative follows from
+that, and is JAX's current rule. The law that each obeys: ⟨f x, y⟩ = ⟨x, fᵀ y⟩.
+
+    psum                  varying   -> invariant   transpose: pvary
+    pvary                 invariant -> varying     transpose: psum
+    all_gather            varying   -> varying     transpose: psum_scatter
+    psum_scatter          varying   -> varying     transpose: all_gather
+    all_gather_invariant  varying   -> invariant   transpose: pscatter
+    pscatter              invariant -> varying     transpose: all_gather_invariant
+    ppermute              varying   -> varying     transpose: ppermute by the inverse
+    all_to_all            varying   -> varying     transpose: all_to_all, dims exchanged
+
+The collectives are one ``autograd.Function``, because torch's own raise under ``torch.func.grad``
+and have a silent zero tangent under ``jvp``. Its ``forward`` is what a process does, its ``vmap``
+rule what the simulation does. Which vmap level is the axis' own is told by the axis' token, an
+input that is batched at that level and at no other. No other room moves data between ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .mesh import Axis, bound_axis
+from .tree import Tensor
+
+AxisName = str | tuple[str, ...]
+Static = tuple[int, ...]
+
+_TRANSPOSE = {
+    "psum": "pvary",
+    "pvary": "psum",
+    "all_gather": "psum_scatter",
+    "psum_scatter": "all_gather",
+    "all_gather_invariant": "pscatter",
+    "pscatter": "all_gather_invariant",
+    "ppermute": "ppermute",
+    "all_to_all": "all_to_all",
+}
+
+
+def psum(x: Tensor, axis: AxisName) -> Tensor:
+    """The sum over the ranks of an axis; varying to invariant.
+
+    Args:
+        x: this rank's summand, any shape, of a number dtype.
+        axis: the name of a mesh axis, or several names: the sum over all of them.
+
+    Raises:
+        TypeError: for a bool tensor.
+        NameError: for an axis that is not bound.
+    """
+    if x.dtype == torch.bool:
+        raise TypeError("psum of a bool tensor: convert it to numbers first, x.int()")
+    for name in _names(axis):
+        x = _apply("psum", x, name, ())
+    return x
+
+
+def pmean(x: Tensor, axis: AxisName) -> Tensor:
+    """The mean over the ranks of an axis; varying to invariant. See :func:`psum`.
+
+    Raises:
+        TypeError: for an integer tensor, whose mean is no integer.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"pmean of a tensor of dtype {x.dtype}: convert it first, x.float()")
+    return psum(x, axis) / axis_size(axis)
+
+
+def pvary(x: Tensor, axis: AxisName) -> Tensor:
+    """The same value, from here on this rank's own; invariant to varying, and moves no data.
+
+    What all ranks share (a replicated parameter, a psum's result) becomes varying with this before
+    it meets varying values, so that its gradient is summed over the ranks.
+
+    Raises:
+        ValueError: in the simulation, if the value varies over the axis already.
+    """
+    for name in _names(axis):
+        x = _apply("pvary", x, name, ())
+    return x
+
+
+def all_gather(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
+    """The ranks' tensors one after the other along ``dim``; varying to varying.
+
+    Several axes: the first changes slowest, as in the rank.
+    """
+    for name in reversed(_names(axis)):
+        x = _apply("all_gather", x, name, (_dim(x, dim),))
+    return x
+
+
+def psum_scatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
+    """This rank's slice, along ``dim``, of the sum over the ranks; varying to varying.
+
+    Raises:
+        ValueError: if the axis does not divide the dimension.
+    """
+    for name in _names(axis):
+        x = _apply("psum_scatter", x, name, (_divided(x, dim, name, "psum_scatter"),))
+    return x
+
+
+def all_gather_invariant(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
+    """Like :func:`all_gather`, for a result that is not used with varying values again."""
+    for name in reversed(_names(axis)):
+        x = _apply("all_gather_invariant", x, name, (_dim(x, dim),))
+    return x
+
+
+def pscatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
+    """This rank's slice, along ``dim``, of a value that all share, in memory of its own.
+
+    Invariant to varying, and moves no data.
+
+    Raises:
+        ValueError: if the axis does not divide the dimension; in the simulation, if the value
+            varies over the axis.
+    """
+    for name in _names(axis):
+        x = _apply("pscatter", x, name, (_divided(x, dim, name, "pscatter"),))
+    return x
+
+
+def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
+    """Send ``x`` from rank ``source`` to rank ``target`` for each pair; varying to varying.
+
+    A rank that nobody sends to gets zeros.
+
+    Args:
+        x: what this rank sends, any shape.
+        axis: the name of a mesh axis.
+        perm: pairs (source, target); each rank at most once on either side.
+
+    Raises:
+        ValueError: if a rank is outside the axis, sends twice or receives twice.
+    """
+    size = axis_size(axis)
+    for side, ranks in (("source", [s for s, _ in perm]), ("target", [t for _, t in perm])):
+        if len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
+            raise ValueError(
+                f"ppermute over {axis!r} of size {size}: {side}s {ranks} must be different ranks "
+                f"from 0 to {size - 1}"
+            )
+    return _apply("ppermute", x, axis, tuple(rank for pair in perm for rank in pair))
+
+
+def all_to_all(x: Tensor, axis: str, split: int = 0, concat: int = 0) -> Tensor:
+    """Rank i gets everyone's i-th slice; varying to varying.
+
+    Args:
+        x: cut into equal slices along ``split``, one for each rank.
+        axis: the name of a mesh axis.
+        split: the dimension that is cut.
+        concat: the dimension along which the received slices are put together.
+
+    Raises:
+        ValueError: if the axis does not divide the dimension ``split``.
+    """
+    return _apply("all_to_all", x, axis, (_divided(x, split, axis, "all_to_all"), _dim(x, concat)))
+
+
+def axis_size(axis: AxisName) -> int:
+    """The number of ranks along an axis, or along several together."""
+    size = 1
+    for name in _names(axis):
+        size *= bound_axis(name).size
+    return size
+
+
+def axis_index(axis: AxisName) -> Tensor:
+    """This rank's place along an axis, a varying 0-dim int64 tensor.
+
+    Several axes: the first changes slowest, as in the rank.
+    """
+    place = torch.zeros((), dtype=torch.int64)
+    for name in _names(axis):
+        bound = bound_axis(name)
+        place = place * bound.size + (bound.place if bound.token is None else bound.token)
+    return place
+
+
+def check_invariant(x: Tensor, axis: Axis, message: str) -> Tensor:
+    """``x`` itself in the simulation, batched at the axis' level.
+
+    Raises:
+        ValueError: with ``message``, if the ranks may hold different values.
+    """
+    return _invariant(x, axis.token, axis.size, message)
+
+
+def agreed(x: Tensor, axis: AxisName) -> Tensor:
+    """A value that all ranks hold the same by construction, as an invariant one; no derivative."""
+    for name in _names(axis):
+        bound = bound_axis(name)
+        if bound.token is not None:
+            x = _invariant(x, bound.token, bound.size, None)
+    return x
+
+
+def _names(axis: AxisName) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        hint = "; give a 0-dim tensor a dimension first: x.reshape(1)" if x.ndim == 0 else ""
+        raise ValueError(
+            f"dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}{hint}"
+        )
+    return dim % x.ndim
+
+
+def _divided(x: Tensor, dim: int, axis: str, what: str) -> int:
+    dim, size = _dim(x, dim), bound_axis(axis).size
+    if x.shape[dim] % size:
+        raise ValueError(
+            f"{what} over {axis!r}: dimension {dim} of shape {tuple(x.shape)} is not divisible by "
+            f"the axis size {size}; pad it first"
+        )
+    return dim
+
+
+def _apply(kind: str, x: Tensor, name: str, static: Static) -> Tensor:
+    axis = bound_axis(name)
+    if axis.size == 1:
+        return _alone(kind, x, static)
+    return _call(x, axis.token, kind, name, axis.size, axis.place, axis.group, static)
+
+
+def _alone(kind: str, x: Tensor, static: Static) -> Tensor:
+    """Each collective over an axis of size 1: the value itself."""
+    if kind == "ppermute" and not static:
+        return torch.zeros_like(x)
+    return x.clone() if kind == "pscatter" else x
+
+
+# allow_in_graph: torch.compile over torch.func would drop the Function's backward and vmap.
+@torch.compiler.allow_in_graph
+def _call(
+    x: Tensor,
+    token: Tensor | None,
+    kind: str,
+    name: str,
+    size: int,
+    place: int,
+    group: str,
+    static: Static,
+) -> Tensor:
+    return _Collective.apply(x, token, kind, name, size, place, group, static)
+
+
+@torch.compiler.allow_in_graph
+def _invariant(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
+    return _Invariant.apply(x, token, size, message)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor,
+        token: Tensor | None,
+        kind: str,
+        name: str,
+        size: int,
+        place: int,
+        group: str,
+        static: Static,
+    ) -> Tensor:
+        if token is not None:
+            raise RuntimeError(f"{kind} over {name!r}: a simulated axis outlived its spmd call")
+        return _PROCESS[kind](x, size, place, group, static)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, token, *ctx.rest = inputs
+        ctx.save_for_backward(token)
+        ctx.save_for_forward(token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        kind, name, size, place, group, static = ctx.rest
+        # Incoming gradients can have stride 0, which no wire takes.
+        grad, static = grad.contiguous(), _transposed(kind, static)
+        grad = _call(grad, token, _TRANSPOSE[kind], name, size, place, group, static)
+        return grad, None, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        (token,) = ctx.saved_tensors
+        return _call(tangent, token, *ctx.rest)  # linear
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        x: Tensor,
+        token: Tensor | None,
+        kind: str,
+        name: str,
+        size: int,
+        place: int,
+        group: str,
+        static: Static,
+    ) -> tuple[Tensor, int | None]:
+        batched = in_dims[0]
+        if in_dims[1] is None:
+            # Another level, such as a sweep around the step: the batch rides along as last
+            # dimension, where it does not shift the others.
+            assert batched is not None
+            x = x.movedim(batched, -1)
+            return _call(x, token, kind, name, size, place, group, static), -1
+        return _simulate(kind, name, x, batched, size, static)
+
+
+class _Invariant(torch.autograd.Function):
+    """In the simulation: refuse what varies, with a message; without a message take rank 0's."""
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
+        raise RuntimeError("a simulated axis outlived its spmd call")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("what leaves a rank's program is not differentiated inside of it")
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        x: Tensor,
+        token: Tensor | None,
+        size: int,
+        message: str | None,
+    ) -> tuple[Tensor, int | None]:
+        batched = in_dims[0]
+        if in_dims[1] is None:
+            assert batched is not None
+            return _invariant(x.movedim(batched, 0), token, size, message), 0
+        if message is None:
+            return (x.view_as(x) if batched is None else x.select(batched, 0)), None
+        if batched is not None:
+            raise ValueError(message)
+        return x.expand(size, *x.shape), 0
+
+
+def _transposed(kind: str, static: Static) -> Static:
+    if kind == "ppermute":
+        pairs = zip(static[::2], static[1::2], strict=True)
+        return tuple(rank for source, target in pairs for rank in (target, source))
+    return static[::-1] if kind == "all_to_all" else static
+
+
+# What a process does. The raw functional collectives are nodes that compilers see.
+
+
+def _wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
+
+
+# Gloo and NCCL take no fp8 and no uint16; where data only moves, another dtype of the same width
+# carries the bits.
+_CARRIED = {
+    torch.uint16: torch.float16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+def _process_psum(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def _process_pvary(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    return x.view_as(x)
+
+
+def _process_all_gather(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    (dim,) = static
+    sent = x.movedim(dim, 0).contiguous()
+    sent = sent.view(_CARRIED.get(x.dtype, x.dtype))
+    gathered = _wait(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group))
+    return gathered.view(x.dtype).movedim(0, dim)
+
+
+def _process_psum_scatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    (dim,) = static
+    sent = x.movedim(dim, 0).contiguous()
+    reduced = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", size, group)
+    return _wait(reduced).movedim(0, dim)
+
+
+def _process_pscatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    (dim,) = static
+    length = x.shape[dim] // size
+    # A copy: a view would keep the whole of x alive.
+    return x.narrow(dim, place * length, length).clone(memory_format=torch.contiguous_format)
+
+
+def _process_exchange(
+    x: Tensor, sent: list[int], received: list[int], group: str
+) -> Tensor:  # dim 0 of x is what is split
+    carried = x.contiguous().view(_CARRIED.get(x.dtype, x.dtype))
+    out = torch.ops._c10d_functional.all_to_all_single(carried, received, sent, group)
+    return _wait(out).view(x.dtype)
+
+
+def _process_ppermute(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    targets = dict(zip(static[::2], static[1::2], strict=True))
+    sources = {target: source for source, target in targets.items()}
+    sent = [int(rank == targets.get(place)) for rank in range(size)]
+    received = [int(rank == sources.get(place)) for rank in range(size)]
+    row = x.unsqueeze(0) if any(sent) else x.unsqueeze(0)[:0]
+    out = _process_exchange(row, sent, received, group)
+    return out.squeeze(0) if any(received) else torch.zeros_like(x)
+
+
+def _process_all_to_all(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
+    split, concat = static
+    length = x.shape[split] // size
+    out = _process_exchange(x.movedim(split, 0), [length] * size, [length] * size, group)
+    parts = out.movedim(0, split).unflatten(split, (size, length))
+    return _merge(parts.movedim(split, 0), concat)
+
+
+_PROCESS = {
+    "psum": _process_psum,
+    "pvary": _process_pvary,
+    "all_gather": _process_all_gather,
+    "psum_scatter": _process_psum_scatter,
+    "all_gather_invariant": _process_all_gather,
+    "pscatter": _process_pscatter,
+    "ppermute": _process_ppermute,
+    "all_to_all": _process_all_to_all,
+}
+
+
+# What the simulation does, on the values of all ranks stacked along dimension 0. A result that is
+# the same on all ranks is held once: that is both the invariant bit and most of the speed.
+
+
+def _simulate(
+    kind: str, name: str, x: Tensor, batched: int | None, size: int, static: Static
+) -> tuple[Tensor, int | None]:
+    if kind == "pvary":
+        if batched is not None:
+            raise ValueError(_ALREADY_VARYING.format(kind="pvary", axis=name))
+        return x.view_as(x), None
+    if kind == "pscatter":
+        if batched is not None:
+            raise ValueError(_ALREADY_VARYING.format(kind="pscatter", axis=name))
+        (dim,) = static
+        parts = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
+        return parts.clone(memory_format=torch.contiguous_format), 0
+    x = x.expand(size, *x.shape) if batched is None else x.movedim(batched, 0)
+    if kind == "psum":
+        return x.sum(0, dtype=x.dtype), None
+    if kind in ("all_gather", "all_gather_invariant"):
+        return _merge(x, static[0]), None
+    if kind == "psum_scatter":
+        (dim,) = static
+        total = x.sum(0, dtype=x.dtype)
+        return total.unflatten(dim, (size, total.shape[dim] // size)), dim
+    if kind == "ppermute":
+        sources = dict(zip(static[1::2], static[::2], strict=True))
+        rows = [
+            x[sources[rank]] if rank in sources else torch.zeros_like(x[0]) for rank in range(size)
+        ]
+        return torch.stack(rows), 0
+    split, concat = static
+    # (sender, ..., receiver, slice, ...) -> (receiver, sender, ..., slice, ...)
+    parts = x.unflatten(split + 1, (size, x.shape[split + 1] // size)).movedim(split + 1, 0)
+    return torch.stack([_merge(part, concat) for part in parts]), 0
+
+
+def _merge(parts: Tensor, dim: int) -> Tensor:
+    """(n, ...) to the n parts one after the other along ``dim`` of what follows."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+_ALREADY_VARYING = (
+    "{kind} over {axis!r} takes a value that all ranks share, and got one that varies. "
+    "If this came up in a gradient, the result of a psum, pmean or all_gather_invariant over "
+    "{axis!r} met varying values: make it varying first, zf.pvary(x, {axis!r})"
+)

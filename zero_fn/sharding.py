@@ -1,0 +1,322 @@
+"""Sharding: how a leaf is cut over a mesh axis, put together again, and when (ZeRO's stages).
+
+ZeRO (arXiv 1910.02054) in one sentence: parameters rest as pieces, and a stage is a policy, saying
+when they are gathered and when gradients are reduced.
+
+    stage   at rest      gathered        gradients reduced
+    0       whole        never           once a step
+    1       pieces       once a step     once a step
+    2       pieces       once a step     every micro-batch
+    3       pieces       at each use     every micro-batch
+
+A ``Scheme`` is such a row together with how to cut one leaf. ``shard`` cuts a tree, ``unshard``
+puts it together, and the gradient of ``unshard`` is the reduction. Optimizers map over pieces and
+never know.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+
+from . import tree
+from .collectives import AxisName, agreed, all_gather, axis_size, pscatter, pvary
+from .mesh import Mesh
+from .ranks import spmd
+from .tree import PyTree, Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one leaf is cut, and when it is gathered and its gradient reduced.
+
+    A new scheme is a frozen dataclass that derives from this one and has its own ``scatter`` and
+    ``gather``; ``zf.testing.check_scheme`` checks the laws. Fields are static: they must be
+    hashable, and schemes with equal fields are equal.
+
+    Attributes:
+        gather_at: ``"step"``, once for all micro-batches, or ``"use"``, in each of them.
+        reduce_at: ``"step"``, once, or ``"microbatch"``, as soon as each one's gradients exist.
+    """
+
+    gather_at: ClassVar[Literal["step", "use"]] = "step"
+    reduce_at: ClassVar[Literal["step", "microbatch"]] = "step"
+
+    def axes(self, axis: AxisName) -> tuple[str, ...]:
+        """The mesh axes over which the pieces differ; default: all that the leaf is cut over."""
+        return (axis,) if isinstance(axis, str) else axis
+
+    def scatter(self, x: Tensor, axis: AxisName) -> Tensor:
+        """This rank's piece of ``x``, which is the same on all ranks; in memory of its own."""
+        raise NotImplementedError(f"{type(self).__name__} has no scatter")
+
+    def gather(self, piece: Tensor, shape: Shape, axis: AxisName) -> Tensor:
+        """The whole leaf of that shape, varying; its transpose reduces gradients to the piece."""
+        raise NotImplementedError(f"{type(self).__name__} has no gather")
+
+
+@dataclass(frozen=True)
+class Replicated(Scheme):
+    """Stage 0: every rank holds the whole leaf; gradients are summed over the axis."""
+
+    def axes(self, axis: AxisName) -> tuple[str, ...]:
+        return ()
+
+    def scatter(self, x: Tensor, axis: AxisName) -> Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def gather(self, piece: Tensor, shape: Shape, axis: AxisName) -> Tensor:
+        return pvary(piece, axis)
+
+
+@dataclass(frozen=True)
+class Flat(Scheme):
+    """Flattened, padded to the axis and cut evenly, so any shape works; a gather is a view.
+
+    A piece of a leaf of n values has ceil(n / ranks) of them.
+    """
+
+    def scatter(self, x: Tensor, axis: AxisName) -> Tensor:
+        flat = x.reshape(-1)
+        padding = -flat.numel() % axis_size(axis)
+        return pscatter(torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis)
+
+    def gather(self, piece: Tensor, shape: Shape, axis: AxisName) -> Tensor:
+        flat, length = all_gather(piece, axis), math.prod(shape)
+        return (flat if flat.numel() == length else flat[:length]).view(shape)
+
+
+@dataclass(frozen=True)
+class ZeRO1(Flat):
+    """Stage 1: optimizer state cut; gather and reduce once a step."""
+
+
+@dataclass(frozen=True)
+class ZeRO2(Flat):
+    """Stage 2: gradients cut too; reduce every micro-batch."""
+
+    reduce_at = "microbatch"
+
+
+@dataclass(frozen=True)
+class ZeRO3(Flat):
+    """Stage 3: parameters cut too; gather at each use."""
+
+    gather_at = "use"
+    reduce_at = "microbatch"
+
+
+STAGES: tuple[Scheme, ...] = (Replicated(), ZeRO1(), ZeRO2(), ZeRO3())
+
+
+class _Cut(NamedTuple):
+    """The static fields of a piece."""
+
+    shape: Shape
+    axis: AxisName
+    scheme: Scheme
+    parts: int
+
+
+class Sharded:
+    """A pytree node: this rank's piece of one tensor.
+
+    Outside ``spmd``, in the simulation, ``local`` holds the pieces of all ranks, stacked along a
+    leading dimension for each axis they differ over.
+
+    Attributes:
+        local: the piece.
+        shape: the shape of the whole tensor.
+        axis: the mesh axis, or axes, it is cut over.
+        scheme: how it is cut.
+        parts: the number of ranks it is cut for.
+    """
+
+    __slots__ = ("axis", "local", "parts", "scheme", "shape")
+    __zero_fn_placed__ = True
+
+    def __init__(
+        self, local: Any, shape: Shape, axis: AxisName, scheme: Scheme, parts: int
+    ) -> None:
+        self.local, self.shape, self.axis = local, shape, axis
+        self.scheme, self.parts = scheme, parts
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole tensor that ``local`` is a piece of, as the scheme gathers it.
+
+        Raises:
+            ValueError: if the axis has another number of ranks than the tensor was cut for.
+        """
+        if axis_size(self.axis) != self.parts:
+            raise ValueError(
+                f"{self!r} was cut for {self.parts} ranks, and axis {self.axis!r} has "
+                f"{axis_size(self.axis)} here; gather it on the mesh it was cut on "
+                "(zf.gather_tree) and shard it again on this one"
+            )
+        return self.scheme.gather(local, self.shape, self.axis)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which ``local`` differs from rank to rank."""
+        return self.scheme.axes(self.axis)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the piece."""
+        return self.local.dtype
+
+    def __repr__(self) -> str:
+        if not isinstance(self.local, Tensor):
+            return f"Sharded({self.local!r})"
+        whole = f"{_short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        axis = self.axis if isinstance(self.axis, str) else "×".join(self.axis)
+        if not self.axes:
+            return f"{whole} whole on each of {axis}"
+        return f"{whole} as 1/{self.parts} of {axis}"
+
+
+tree.register_node(
+    Sharded,
+    lambda node: ((node.local,), _Cut(node.shape, node.axis, node.scheme, node.parts)),
+    lambda cut, parts: Sharded(parts[0], *cut),
+    lambda cut: ("local",),
+)
+
+
+class Tied:
+    """A pytree node without leaves: here stands the same tensor as at another key path."""
+
+    __slots__ = ("to",)
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+
+    def __repr__(self) -> str:
+        return f"tied to {self.to}"
+
+
+tree.register_node(Tied, lambda node: ((), node.to), lambda to, parts: Tied(to), lambda to: ())
+
+
+def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
+    """The same tree, each leaf now this rank's piece of it. Call it inside ``spmd``.
+
+    Args:
+        params: a tree of floating-point tensors, the same on all ranks. The same tensor at two
+            places (tied weights) stays one piece.
+        stage: 0 to 3 (see this module), or a :class:`Scheme`.
+        axis: the mesh axis, or axes, to cut over.
+
+    Returns:
+        The tree with a :class:`Sharded` for each leaf, in memory of its own.
+
+    Raises:
+        ValueError: for an unknown stage, or a leaf that is cut already.
+        TypeError: naming the key path of a leaf that is no floating-point tensor.
+    """
+    scheme = _scheme(stage)
+    tree.check_tensors(params, "params", floating=True)
+    for path, node in zip(
+        tree.paths(params, _is_piece), tree.leaves(params, _is_piece), strict=True
+    ):
+        if _is_piece(node):
+            raise ValueError(f"params at {path!r} is sharded already: {node!r}; unshard it first")
+    first: dict[int, str] = {}
+
+    def cut(path: str, x: Tensor) -> Sharded | Tied:
+        if id(x) in first:
+            return Tied(first[id(x)])
+        first[id(x)] = path
+        return Sharded(scheme.scatter(x, axis), tuple(x.shape), axis, scheme, axis_size(axis))
+
+    return tree.map_with_path(cut, params)
+
+
+def unshard(params: PyTree, dtype: torch.dtype | None = None) -> PyTree:
+    """The tree that :func:`shard` cut, whole again on each rank. Call it inside ``spmd``.
+
+    The gradient by the pieces is the sum of the ranks' gradients, cut the same way.
+
+    Args:
+        params: a tree of :class:`Sharded`; other leaves pass through as they are.
+        dtype: cast the pieces before the gather, which then moves fewer bytes.
+
+    Raises:
+        ValueError: if a tied leaf's partner is not in this tree.
+    """
+
+    def whole(piece: Any) -> Any:
+        if not isinstance(piece, Sharded):
+            return piece
+        local = piece.local if dtype is None else piece.local.to(dtype)
+        return piece.whole(local)
+
+    return _tie(tree.map(whole, params, is_leaf=_is_piece))
+
+
+def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
+    """The whole tensors of a tree of pieces, to read results. Call it outside ``spmd``.
+
+    Args:
+        params: the tree as a step returned it.
+        mesh: the mesh it lives on.
+
+    Returns:
+        The tree with a whole tensor for each piece; on processes the same on every rank.
+    """
+
+    def whole(piece: Any) -> Any:
+        if not isinstance(piece, Sharded):
+            return piece
+        return agreed(piece.whole(piece.local), piece.axis)
+
+    return _tie(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=_is_piece), mesh)(params))
+
+
+def _is_piece(node: Any) -> bool:
+    return isinstance(node, Sharded | Tied)
+
+
+def _tie(whole: PyTree) -> PyTree:
+    def is_tied(node: Any) -> bool:
+        return isinstance(node, Tied)
+
+    nodes = tree.leaves(whole, is_tied)
+    if not any(isinstance(node, Tied) for node in nodes):
+        return whole
+    named = dict(zip(tree.paths(whole, is_tied), nodes, strict=True))
+
+    def partner(path: str, node: Any) -> Any:
+        if not isinstance(node, Tied):
+            return node
+        if node.to not in named:
+            raise ValueError(
+                f"{path!r} is tied to {node.to!r}, which is not in this tree; unshard the tree "
+                f"that has both: it has {list(named)}"
+            )
+        return named[node.to]
+
+    return tree.map_with_path(partner, whole, is_leaf=is_tied)
+
+
+def _scheme(stage: int | Scheme) -> Scheme:
+    if isinstance(stage, Scheme):
+        return stage
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < len(STAGES):
+        raise ValueError(
+            f"stage is {stage!r}; it is 0, 1, 2, 3, or a Scheme of your own (a dataclass that "
+            "derives from zf.Scheme)"
+        )
+    return STAGES[stage]
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+
+
+def _short(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _SHORT.get(letters, letters) + name.removeprefix(letters)
