@@ -18,6 +18,8 @@ from .tree import Tensor
 
 ArgNums = int | tuple[int, ...]
 
+_vjp: Callable[..., Any] = torch.func.vjp  # its stub forgets the auxiliary result
+
 
 def grad_and_value(
     f: Callable[..., Any], argnums: ArgNums = 0, has_aux: bool = False
@@ -61,7 +63,7 @@ def grad_and_value(
             static[:] = [rest]
             return _scalar(value), tensors
 
-        value, pullback, aux = torch.func.vjp(of_leaves, *leaves, has_aux=True)
+        value, pullback, aux = _vjp(of_leaves, *leaves, has_aux=True)
         grads = tree.unflatten(treedef, pullback(torch.ones_like(value), retain_graph=False))
         grads = grads[0] if isinstance(argnums, int) else grads
         return grads, (value, _joined(aux, static[0])) if has_aux else value
@@ -218,8 +220,7 @@ class _Remat(torch.autograd.Function):
                 given[place] = value
             return tuple(out for out in ctx.body(*given) if out.is_floating_point())
 
-        pullback: Any
-        _, pullback = torch.func.vjp(of_floating, *[inputs[place] for place in places])
+        _, pullback = _vjp(of_floating, *[inputs[place] for place in places])
         wanted = [g for g in grads if g.is_floating_point()]
         found = dict(zip(places, pullback(tuple(wanted), retain_graph=False), strict=True))
         return None, *[found.get(place) for place in range(len(inputs))]

@@ -9,7 +9,7 @@ placed node are the same on all ranks. Batches are split on dimension 0 over the
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,28 +32,41 @@ def is_placed(node: Any) -> bool:
     return hasattr(node, "axes") and hasattr(type(node), "__zero_fn_placed__")
 
 
-class _Leaf(NamedTuple):
-    """One leaf on its way into or out of a rank: where it stands, and over which axes it varies."""
+class Leaf(NamedTuple):
+    """One leaf of a tree that holds placed nodes.
+
+    Attributes:
+        path: its key path, which names the outermost placed node around it.
+        value: the leaf.
+        axes: the mesh axes over which it varies, those of all placed nodes around it.
+        shape: the shape of the whole tensor.
+        placed: whether there is a placed node around it.
+    """
 
     path: str
     value: Any
     axes: tuple[str, ...]
+    shape: tuple[int, ...]
     placed: bool
 
 
-def placed_leaves(node: PyTree, path: str = "", axes: tuple[str, ...] = ()) -> list[_Leaf]:
-    """The leaves of a tree, in order, each with the axes that the placed nodes around it name."""
-    found: list[_Leaf] = []
-    tops = tree.leaves(node, is_placed)
-    for where, top in zip(tree.paths(node, is_placed), tops, strict=True):
+def placed_leaves(value: PyTree, path: str = "") -> list[Leaf]:
+    """The leaves of a tree, in order, each with what the placed nodes around it say."""
+    return list(_walk(value, path, None))
+
+
+def _walk(value: PyTree, path: str, around: Leaf | None) -> Iterator[Leaf]:
+    tops = tree.leaves(value, is_placed)
+    for where, top in zip(tree.paths(value, is_placed), tops, strict=True):
         here = tree.join_path(path, where)
         if is_placed(top):
+            node = around or Leaf(here, None, (), tuple(top.shape), True)
             for child in tree.children(top):
-                inner = placed_leaves(child, here, (*axes, *top.axes))
-                found += [leaf._replace(placed=True) for leaf in inner]
+                yield from _walk(child, "", node._replace(axes=node.axes + top.axes))
+        elif around is not None:
+            yield around._replace(value=top)
         else:
-            found.append(_Leaf(here, top, axes, False))
-    return found
+            yield Leaf(here, top, (), tuple(getattr(top, "shape", ())), False)
 
 
 def spmd(
@@ -140,9 +153,7 @@ def _placements(
     return each
 
 
-def _place(
-    leaf: _Leaf, placement: BatchPlacement, mesh: Mesh, split_axes: tuple[str, ...]
-) -> _Leaf:
+def _place(leaf: Leaf, placement: BatchPlacement, mesh: Mesh, split_axes: tuple[str, ...]) -> Leaf:
     """One leaf of a batch, cut over the data axes as the interpreter wants it."""
     x = leaf.value
     if leaf.placed or placement == "replicated" or not isinstance(x, Tensor):
@@ -182,14 +193,14 @@ def _place(
 
 
 def _run_processes(
-    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[_Leaf], randomness: Randomness
+    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[Leaf], randomness: Randomness
 ) -> Any:
     with bind(mesh.axes):
         return f(*_rebuild(args, [leaf.value for leaf in found]))
 
 
 def _run_abstract(
-    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[_Leaf], randomness: Randomness
+    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[Leaf], randomness: Randomness
 ) -> Any:
     """Rank 0's program on fake tensors: the results have shapes and dtypes, and no values."""
     fake = next(
@@ -212,18 +223,18 @@ def _rebuild(args: Any, values: list[Any]) -> Any:
 
 
 def _run_simulated(
-    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[_Leaf], randomness: Randomness
+    f: Callable[..., Any], mesh: Mesh, args: Any, found: list[Leaf], randomness: Randomness
 ) -> Any:
     axes = [axis for axis in mesh.axes.values() if axis.size > 1]
     _, treedef = tree.flatten(args)
     # The same tensor at two places stays one tensor inside, so that ties can be seen there.
     slots: dict[int, int] = {}
-    tensors: list[_Leaf] = []
+    tensors: list[Leaf] = []
     for leaf in found:
         if isinstance(leaf.value, Tensor) and id(leaf.value) not in slots:
             slots[id(leaf.value)] = len(tensors)
             tensors.append(leaf)
-    results: list[_Leaf] = []
+    results: list[Leaf] = []
     out_treedef: list[tree.TreeDef] = []
 
     def rank(tokens: list[Tensor], values: list[Tensor]) -> list[Tensor]:
@@ -269,7 +280,7 @@ def _run_simulated(
     )
 
 
-def _checked(leaf: _Leaf, axes: Sequence[Axis]) -> Tensor:
+def _checked(leaf: Leaf, axes: Sequence[Axis]) -> Tensor:
     x: Tensor = leaf.value
     for axis in axes:
         if axis.name not in leaf.axes:
@@ -285,7 +296,7 @@ def _checked(leaf: _Leaf, axes: Sequence[Axis]) -> Tensor:
     return x
 
 
-def _unstacked(x: Tensor, leaf: _Leaf, axes: Sequence[Axis]) -> Tensor:
+def _unstacked(x: Tensor, leaf: Leaf, axes: Sequence[Axis]) -> Tensor:
     for dim in reversed(range(len(axes))):
         if axes[dim].name not in leaf.axes:
             x = x.select(dim, 0)
