@@ -7,7 +7,7 @@ package needs neither Triton nor a driver.
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {}  # public name -> the file that defines it
+_HOME: dict[str, str] = {"fused_adamw": "_standin"}
 
 __all__ = list(_HOME)
 

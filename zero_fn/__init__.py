@@ -1,1 +1,103 @@
-"""What DeepSpeed does, as pure functions over ``torch.func``."""
+"""What DeepSpeed does, as pure functions over ``torch.func``.
+
+Write the train step once, as a pure function; transform its data, and the step follows.
+"""
+
+# Where ranks are, and running one rank's program on all of them.
+from .mesh import Mesh
+from .ranks import spmd
+
+# Collectives between the ranks of a mesh axis, differentiable.
+from .collectives import (
+    all_gather,
+    all_gather_invariant,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmean,
+    ppermute,
+    pscatter,
+    psum,
+    psum_scatter,
+    pvary,
+)
+
+# Derivatives, and recomputation in place of memory.
+from .autodiff import grad, grad_and_value, remat
+
+# ZeRO: cutting a tree over ranks, and putting it together.
+from .sharding import Scheme, Sharded, gather_tree, shard, unshard
+
+# Optimizers, as (init, update) pairs.
+from .optim import (
+    Optimizer,
+    adam,
+    adamw,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    clip_by_global_norm,
+    constant,
+    global_norm,
+    scale_by_adam,
+    scale_by_learning_rate,
+    sgd,
+    warmup_cosine,
+    warmup_linear,
+)
+
+# Tracing a step into one graph.
+from .compiler import jit
+from .program import Program
+
+# A ready-made step and loop.
+from .train import Train, TrainState, fit, progress, train_step
+
+# Pytrees of one's own.
+from .tree import register_dataclass
+
+__all__ = [
+    "Mesh",
+    "Optimizer",
+    "Program",
+    "Scheme",
+    "Sharded",
+    "Train",
+    "TrainState",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "apply_updates",
+    "axis_index",
+    "axis_size",
+    "chain",
+    "clip_by_global_norm",
+    "constant",
+    "fit",
+    "gather_tree",
+    "global_norm",
+    "grad",
+    "grad_and_value",
+    "jit",
+    "pmean",
+    "ppermute",
+    "progress",
+    "pscatter",
+    "psum",
+    "psum_scatter",
+    "pvary",
+    "register_dataclass",
+    "remat",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "sgd",
+    "shard",
+    "spmd",
+    "train_step",
+    "unshard",
+    "warmup_cosine",
+    "warmup_linear",
+]

@@ -240,8 +240,16 @@ def _alone(kind: str, x: Tensor, static: Static) -> Tensor:
     return x.clone() if kind == "pscatter" else x
 
 
-# allow_in_graph: torch.compile over torch.func would drop the Function's backward and vmap.
-@torch.compiler.allow_in_graph
+def register_with_dynamo() -> None:
+    """Make torch.compile leave the collectives as they are.
+
+    Over torch.func it would otherwise drop a Function's backward and vmap rule without a word.
+    ``spmd`` calls this before any collective can run; at import it would cost a second.
+    """
+    for function in (_call, _invariant):
+        torch.compiler.allow_in_graph(function)
+
+
 def _call(
     x: Tensor,
     token: Tensor | None,
@@ -255,7 +263,6 @@ def _call(
     return _Collective.apply(x, token, kind, name, size, place, group, static)
 
 
-@torch.compiler.allow_in_graph
 def _invariant(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
     return _Invariant.apply(x, token, size, message)
 

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from . import tree
-from .collectives import check_invariant
+from .collectives import check_invariant, register_with_dynamo
 from .mesh import Axis, Mesh, bind, bound_axes
 from .tree import PyTree, Tensor
 
@@ -109,6 +109,7 @@ def spmd(
     tensor(6.)
     """
     split_axes = _data_axes(mesh, data_axes)
+    register_with_dynamo()
 
     @functools.wraps(f)
     def on_every_rank(state: PyTree, *batches: PyTree) -> Any:

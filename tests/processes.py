@@ -1,0 +1,123 @@
+"""Real ranks for tests: a pool of processes, started once, that run a function on every rank.
+
+A test hands over a module-level function ``f(*args)``; every process calls it (it makes its own
+``zf.Mesh``) and sends back what it returns. A rank that raises or hangs fails the test and closes
+the pool; the next test gets a new one, on a fresh port.
+"""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+TIME_LIMIT = 120.0  # seconds a call may take before its ranks count as hanging
+
+
+class RankError(AssertionError):
+    """What a rank raised, with its traceback."""
+
+
+class ProcessPool:
+    """``size`` processes, one thread each, joined in one Gloo group when a mesh first asks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = get_context("spawn")
+        port = _free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, port, theirs), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, f: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``f(*args)`` returns on each rank.
+
+        Raises:
+            RankError: if a rank raises, ends, or takes longer than the time limit.
+        """
+        for pipe in self.pipes:
+            pipe.send((f, args))
+        answers: list[Any] = []
+        failures: list[str] = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(TIME_LIMIT if not failures else 5.0):
+                    failures.append(f"rank {rank}: no answer in {TIME_LIMIT:.0f} s")
+                    continue
+                fine, answer = pipe.recv()
+            except EOFError:
+                fine, answer = False, "the process ended"
+            if fine:
+                answers.append(answer)
+            else:
+                failures.append(f"rank {rank}: {answer}")
+        if failures:
+            self.close()
+            raise RankError("\n".join(failures))
+        return answers
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+
+_pools: dict[int, ProcessPool] = {}
+
+
+def run_on_processes(size: int, f: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``f(*args)`` returns on each of ``size`` processes."""
+    if size not in _pools or not _pools[size].alive:
+        _pools[size] = ProcessPool(size)
+    return _pools[size].run(f, *args)
+
+
+def close_pools() -> None:
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    while True:
+        try:
+            f, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, f(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

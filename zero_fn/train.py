@@ -1,0 +1,179 @@
+"""Training: the state, a ready-made step, and a loop with a progress bar."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from . import tree
+from .autodiff import grad_and_value
+from .collectives import AxisName, pmean
+from .compiler import Compiler, jit
+from .mesh import Mesh
+from .optim import Optimizer, apply_updates, clip_factor, global_norm, scale_by_factor
+from .ranks import spmd
+from .sharding import Scheme, shard, unshard
+from .tree import PyTree, Tensor
+
+LossFn = Callable[[PyTree, PyTree], Tensor]
+
+
+class TrainState(NamedTuple):
+    """What a step takes and gives: the parameters and the optimizer's state."""
+
+    params: PyTree
+    opt_state: PyTree
+
+
+class Train(NamedTuple):
+    """A way to make a state, and a step.
+
+    Attributes:
+        init: params to a :class:`TrainState`.
+        step: (state, batch) to (state, metrics); metrics is a dict of 0-dim tensors.
+    """
+
+    init: Callable[[PyTree], TrainState]
+    step: Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Tensor]]]
+
+
+def train_step(
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    stage: int | Scheme = 0,
+    axis: AxisName = "dp",
+    clip: float | None = None,
+    donate: bool = True,
+    compiler: Compiler = "eager",
+) -> Train:
+    """The step that DESIGN calls the whole of training, for those who don't write it.
+
+    Args:
+        loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch.
+        optimizer: an ``(init, update)`` pair.
+        mesh: the mesh; the batch is split over ``axis``.
+        stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
+        axis: the axis, or axes, that split the batch and cut the state.
+        clip: the largest global norm of the gradients; None: no clipping.
+        donate: whether a step reuses the memory of the state it is given.
+        compiler: see :func:`zero_fn.jit`.
+
+    Returns:
+        ``init`` and ``step``. The metrics are ``loss`` and, with ``clip``, ``grad_norm`` (before
+        clipping) and ``grad_norm_clipped`` (after it).
+
+    Raises:
+        ValueError: for an unknown stage or compiler, or a clip that is not positive.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+
+    def init(params: PyTree) -> TrainState:
+        params = shard(params, stage, axis)
+        return TrainState(params, optimizer.init(params))
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        def loss(params: PyTree) -> Tensor:
+            return pmean(loss_fn(unshard(params), batch), axis)
+
+        grads, value = grad_and_value(loss)(state.params)
+        metrics = {"loss": value}
+        if clip is not None:
+            norm = global_norm(grads)
+            factor = clip_factor(norm, clip)
+            grads = scale_by_factor(grads, factor)
+            metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return TrainState(apply_updates(state.params, updates), opt_state), metrics
+
+    axes = (axis,) if isinstance(axis, str) else axis
+    run = spmd(step, mesh, data_axes=axes)
+    return Train(
+        spmd(init, mesh, data_axes=axes), jit(run, donate=0 if donate else (), compiler=compiler)
+    )
+
+
+def progress(batches: Iterable[Any], total: int | None = None, **options: Any) -> Iterator[Any]:
+    """The same batches, with a progress bar in a terminal or a notebook; rank 0's only.
+
+    Args:
+        batches: anything to iterate over.
+        total: how many there are, if it has no length.
+        options: further arguments of ``tqdm.auto.tqdm``.
+    """
+    return iter(_bar(batches, total, **options))
+
+
+def _bar(batches: Iterable[Any], total: int | None, **options: Any) -> Any:
+    options.setdefault("disable", _rank() != 0)
+    return tqdm(batches, total=total, **options)
+
+
+def fit(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    state: PyTree,
+    batches: Iterable[PyTree],
+    *,
+    total: int | None = None,
+    show: bool = True,
+) -> tuple[PyTree, list[float]]:
+    """Run a step over batches, showing the loss and the tokens a second.
+
+    Args:
+        step: (state, batch) to (state, value), where the value is the loss, or a dict of 0-dim
+            tensors with the key ``loss``.
+        state: the first state.
+        batches: the batches. The elements of a batch's first integer tensor count as its tokens,
+            the rows of its first tensor if there is none.
+        total: how many batches there are, if they have no length.
+        show: whether to show a progress bar (on rank 0).
+
+    Returns:
+        The last state, and the loss at each step.
+
+    Raises:
+        TypeError: if the step's second result holds no loss.
+    """
+    values: list[Tensor] = []
+    bar = _bar(batches, total, unit="step", disable=not show or _rank() != 0)
+    start, tokens, shown = time.perf_counter(), 0, 0.0
+    for batch in bar:
+        state, value = step(state, batch)
+        values.append(_loss(value))
+        tokens += count_tokens(tree.leaves(batch))
+        elapsed = time.perf_counter() - start
+        if elapsed - shown > 0.2:  # reading a loss waits for the device
+            shown = elapsed
+            bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+    if values:
+        bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+    bar.close()
+    return state, [value.item() for value in values]
+
+
+def count_tokens(leaves: Sequence[Any]) -> int:
+    """The tokens of a batch: the elements of its first integer tensor, or its rows."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    for x in tensors:
+        if x.dtype in (torch.int32, torch.int64, torch.uint8, torch.int16):
+            return x.numel()
+    return len(tensors[0]) if tensors and tensors[0].ndim else 1
+
+
+def _loss(value: Any) -> Tensor:
+    loss = value.get("loss") if isinstance(value, dict) else value
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise TypeError(
+            f"the step's second result is {value!r}; fit takes a 0-dim loss, or a dict with one "
+            "under 'loss'"
+        )
+    return loss
+
+
+def _rank() -> int:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0
