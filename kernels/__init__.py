@@ -7,7 +7,10 @@ package needs neither Triton nor a driver.
 import importlib
 from typing import Any
 
-_HOME: dict[str, str] = {"fused_adamw": "_standin"}
+_HOME: dict[str, str] = {
+    "dense_attention": "flash_attention",
+    "fused_adamw": "_standin",
+}
 
 __all__ = list(_HOME)
 

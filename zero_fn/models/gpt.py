@@ -16,6 +16,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from zero_fn.kernels import dense_attention
+
 Params = dict[str, Any]
 
 
@@ -151,7 +153,7 @@ def attention(
 ) -> Float[Tensor, "batch length width"]:
     """Causal self-attention."""
     qkv = rearrange(linear(x, block["qkv"]), "b l (three h d) -> three b h l d", three=3, h=heads)
-    mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+    mixed = dense_attention(qkv[0], qkv[1], qkv[2], causal=True)
     return linear(rearrange(mixed, "b h l d -> b l (h d)"), block["out"])
 
 
