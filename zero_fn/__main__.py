@@ -1,0 +1,43 @@
+"""The command line: ``zero-fn demo``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="zero-fn", description="functional ZeRO for torch.func")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train a GPT on the sources of Python's standard library, and check it",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    demo.add_argument("--dp", type=_positive, default=4, help="data-parallel ranks")
+    demo.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO's stage")
+    demo.add_argument("--steps", type=_positive, default=200, help="steps to train")
+    demo.add_argument("--preset", default="small", help="the size of the model")
+    demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    given = vars(parser.parse_args(arguments))
+    given.pop("command")
+
+    from .demo import Options, run  # here, so that --help is quick
+
+    try:
+        return run(Options(**given))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"zero-fn demo: {error}", file=sys.stderr)
+        return 2
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

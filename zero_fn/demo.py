@@ -1,0 +1,194 @@
+"""The demo: train a GPT on real text, sharded, and check it against a dense run.
+
+The text is the source code of Python's own standard library, byte by byte, or any file or folder.
+Everything it prints was measured in the run.
+"""
+
+import math
+import random
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from . import tree
+from .autodiff import grad
+from .collectives import all_gather_invariant, pmean
+from .compiler import jit
+from .mesh import Mesh
+from .models import gpt
+from .optim import adamw, warmup_cosine
+from .ranks import spmd
+from .sharding import unshard
+from .train import TrainState, fit, train_step
+from .tree import PyTree, Tensor
+
+PEAK, WARMUP, DECAY, CLIP = 2e-3, 20, 0.1, 1.0
+ROWS = 16  # sequences a step, over all ranks
+CHECKED = 20  # steps that are run again, dense
+TOLERANCE = 1e-4  # relative, of the losses of float32 runs that add in different orders
+TEXT_LIMIT = 8 << 20  # bytes of text that are read
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    dp: int = 4
+    stage: int = 3
+    steps: int = 200
+    preset: str = "small"
+    text: Path | None = None
+
+
+def run(options: Options) -> int:
+    """Train, report and check; 0 if the dense run agrees, else 1."""
+    mesh = Mesh(dp=options.dp)
+    console = Console(quiet=mesh.rank != 0, soft_wrap=True)
+    config = gpt.preset(options.preset)
+    if config.vocabulary < 256:
+        raise ValueError(f"preset {options.preset!r} has a vocabulary below the 256 bytes")
+    rows = math.ceil(ROWS / options.dp) * options.dp
+    trained, held_out = read_text(options.text)
+    console.print(
+        f"GPT of {config.parameters:,} parameters on {mesh}, stage {options.stage}; "
+        f"{rows} × {config.length} bytes a step; text of {len(trained) + len(held_out):,} bytes"
+    )
+
+    def loss_fn(params: PyTree, batch: Batch) -> Tensor:
+        return gpt.loss(params, batch, config)
+
+    optimizer = adamw(
+        warmup_cosine(PEAK, min(WARMUP, options.steps - 1), options.steps),
+        weight_decay=DECAY,
+        mask=lambda path, shape: len(shape) > 1,
+    )
+    init, step = train_step(loss_fn, optimizer, mesh, stage=options.stage, clip=CLIP)
+    state = init(gpt.init(config))
+    batches = [sample(trained, rows, config.length, seed) for seed in range(options.steps)]
+    state, losses = fit(step, state, batches)
+
+    evaluate = jit(spmd(lambda s, b: pmean(loss_fn(unshard(s.params), b), "dp"), mesh))
+    tests = [sample(held_out, rows, config.length, seed) for seed in range(4)]
+    held_out_loss = sum(evaluate(state, batch).item() for batch in tests) / len(tests)
+    entropy = byte_entropy(trained)
+    for place in sorted(
+        {0, *range(19, options.steps, max(20, options.steps // 5)), options.steps - 1}
+    ):
+        console.print(f"step {place + 1:4d}: loss {losses[place]:.5f}")
+    console.print(
+        f"held-out loss {held_out_loss:.3f} nats a byte ({held_out_loss / math.log(2):.2f} bits); "
+        f"the entropy of single bytes is {entropy:.3f} nats ({entropy / math.log(2):.2f} bits)"
+    )
+
+    def measure(state: TrainState, batch: Batch) -> Tensor:
+        grads = grad(lambda params: pmean(loss_fn(unshard(params), batch), "dp"))(state.params)
+        sizes = [[held(state.params), held(grads), held(state.opt_state)]]
+        return all_gather_invariant(torch.tensor(sizes), "dp")
+
+    sizes = spmd(measure, mesh)(state, sample(trained, options.dp, 8, 0)).tolist()
+    console.print(memory_table(sizes, config.parameters, options))
+    if mesh.rank != 0:
+        return 0
+    return check(console, config, batches[:CHECKED], losses, options.steps)
+
+
+def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
+    """The bytes of a file, or of the Python files of a folder, as (training, held-out) tokens.
+
+    Raises:
+        FileNotFoundError: if there is no such file or folder.
+        ValueError: if there is too little text.
+    """
+    source = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    if not source.exists():
+        raise FileNotFoundError(f"--text {source}: no such file or folder")
+    files = (
+        [source] if source.is_file() else sorted(source.glob("*.py" if path is None else "**/*"))
+    )
+    data, size = [], 0
+    for file in files:
+        if file.is_file() and size < TEXT_LIMIT:
+            data.append(file.read_bytes()[: TEXT_LIMIT - size])
+            size += len(data[-1])
+    # Held-out text comes from whole files, not from the rest of ones that were trained on.
+    random.Random(0).shuffle(data)
+    tokens = torch.frombuffer(bytearray(b"".join(data)), dtype=torch.uint8)
+    if len(tokens) < 10_000:
+        raise ValueError(f"--text {source}: {len(tokens)} bytes are too few; give at least 10000")
+    cut = len(tokens) * 9 // 10
+    return tokens[:cut], tokens[cut:]
+
+
+def sample(tokens: Tensor, rows: int, length: int, seed: int) -> Batch:
+    """Random pieces of a text: (tokens, the tokens that follow), each (rows, length)."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, len(tokens) - length - 1, (rows, 1), generator=generator)
+    pieces = tokens[starts + torch.arange(length + 1)].long()
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+def byte_entropy(tokens: Tensor) -> float:
+    """The entropy of single bytes, in nats."""
+    share = torch.bincount(tokens.long(), minlength=256).double() / len(tokens)
+    return -(share * share.clamp(min=1e-300).log()).sum().item()
+
+
+def held(state: PyTree) -> int:
+    """The bytes of this rank's tensors, called in a rank's program."""
+    return sum(x.numel() * x.element_size() for x in tree.leaves(state))
+
+
+def memory_table(sizes: list[list[int]], parameters: int, options: Options) -> Table:
+    """Each rank's bytes at rest, beside ZeRO's formula for float32 and Adam."""
+    n, stage = options.dp, options.stage
+    formula = [
+        4 * parameters / (n if stage >= 3 else 1),
+        4 * parameters / (n if stage >= 2 else 1),
+        8 * parameters / (n if stage >= 1 else 1),
+    ]
+    table = Table(title=f"MiB that a rank holds at rest, stage {stage}")
+    for column in ("", "parameters", "gradients", "optimizer state"):
+        table.add_column(column, justify="left" if not column else "right")
+    for rank, row in enumerate(sizes):
+        table.add_row(f"rank {rank}", *[f"{size / 2**20:.3f}" for size in row])
+    table.add_section()
+    table.add_row("ZeRO's formula", *[f"{size / 2**20:.3f}" for size in formula])
+    if stage in (1, 2):
+        table.caption = "parameters rest as pieces, and are whole during a step"
+    return table
+
+
+def check(
+    console: Console, config: gpt.Config, batches: list[Batch], losses: list[float], steps: int
+) -> int:
+    """Run the first steps again with torch.autograd and torch.optim alone."""
+    params = gpt.init(config)
+    params = tree.map(lambda x: x.requires_grad_(), params)
+    leaves = list({id(x): x for x in tree.leaves(params)}.values())
+    groups = [
+        {"params": [x for x in leaves if x.ndim > 1], "weight_decay": DECAY},
+        {"params": [x for x in leaves if x.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK)
+    rate = warmup_cosine(PEAK, min(WARMUP, steps - 1), steps)
+    worst = 0.0
+    for count, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(torch.tensor(count)).item()
+        loss = gpt.loss(params, batch, config)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(leaves, CLIP)
+        optimizer.step()
+        worst = max(worst, abs(loss.item() - losses[count]) / loss.item())
+    agree = worst < TOLERANCE
+    console.print(
+        f"the first {len(batches)} steps run dense, with torch.optim alone: losses "
+        + (f"agree to {worst:.1e}" if agree else f"DIFFER by {worst:.1e}, above {TOLERANCE:.0e}")
+    )
+    return 0 if agree else 1
