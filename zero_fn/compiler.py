@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .passes import Pass, own_results, update_in_place
@@ -136,8 +137,8 @@ class DonatedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next((x for x in args if type(x) is DonatedTensor), None)
-        raise ValueError("a donated tensor was used again" if found is None else found.message)
+        used = torch_pytree.tree_leaves((args, kwargs))
+        raise ValueError(next(x.message for x in used if type(x) is DonatedTensor))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{self.message}>"

@@ -55,7 +55,8 @@ def update_in_place(program: Program) -> Program:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
             old, added = node.args
-            if free_after(old, node) and _same(old, node) and base(added) is not old:
+            apart = not isinstance(added, Node) or base(added) is not old
+            if free_after(old, node) and _same(old, node) and apart:
                 with graph.inserting_before(node):
                     new = graph.call_function(torch.ops.aten.add_.Tensor, (old, added))
                 new.meta = dict(node.meta)

@@ -119,6 +119,8 @@ def spmd(
         placements = _placements(batch, len(batches))
         args = (state, *batches)
         found = placed_leaves(state)
+        for leaf in found:
+            _check_stacked(leaf, mesh)
         for number, (argument, placement) in enumerate(zip(batches, placements, strict=True), 1):
             inner = placed_leaves(argument, f"argument {number}")
             found += [_place(leaf, placement, mesh, split_axes) for leaf in inner]
@@ -191,6 +193,23 @@ def _place(leaf: Leaf, placement: BatchPlacement, mesh: Mesh, split_axes: tuple[
         index = index * mesh.shape[name] + mesh.axes[name].place
     length = x.shape[0] // ranks if axes else 0
     return leaf._replace(value=x.narrow(0, index * length, length) if axes else x, axes=axes)
+
+
+def _check_stacked(leaf: Leaf, mesh: Mesh) -> None:
+    """Refuse state that was cut on another mesh."""
+    where = f"state at {leaf.path!r}" if leaf.path else "state"
+    for name in leaf.axes:
+        if name not in mesh.shape:
+            raise ValueError(f"{where} is cut over axis {name!r}, and the mesh has {[*mesh.shape]}")
+    if mesh.interpreter == "simulated" and isinstance(leaf.value, Tensor):
+        sizes = [mesh.shape[name] for name in mesh.shape if name in leaf.axes]
+        sizes = [size for size in sizes if size > 1]
+        if list(leaf.value.shape[: len(sizes)]) != sizes:
+            raise ValueError(
+                f"{where} has a tensor of shape {tuple(leaf.value.shape)}, which does not hold the "
+                f"pieces of the {sizes} ranks of {leaf.axes}: it was cut on another mesh. Gather "
+                "it there (zf.gather_tree) and shard it again on this one"
+            )
 
 
 def _run_processes(
