@@ -1,0 +1,79 @@
+"""The demo, in small: it trains, reports and checks; on two processes it prints the same."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_fn.__main__ import main
+from zero_fn.demo import byte_entropy, read_text, sample
+
+TINY = ["demo", "--preset", "tiny", "--steps", "25"]
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"step +\d+: loss [\d.]+|held-out loss [\d.]+", text)
+
+
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (3, 2), (4, 3)])
+def test_trains_reports_and_checks(dp: int, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--dp", str(dp), "--stage", str(stage)]) == 0
+    out = capsys.readouterr().out
+    assert "the first 20 steps run dense, with torch.optim alone: losses agree" in out
+    found = losses(out)
+    first, last = (float(line.split()[-1]) for line in (found[0], found[-2]))
+    assert last < first - 1
+    assert len(re.findall(r"│ rank \d", out)) == dp
+    rows = [re.findall(r"\d+\.\d+", line) for line in out.splitlines() if "│" in line]
+    measured, formula = rows[0], rows[-1]
+    # padding adds less than one value a leaf; a stage-2 rank's parameters rest as pieces
+    for column in (0, 1, 2) if stage != 2 else (1, 2):
+        assert float(measured[column]) == pytest.approx(float(formula[column]), abs=0.002)
+
+
+def test_two_processes_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "zero_fn", *TINY, "--dp", "2"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert main([*TINY, "--dp", "2"]) == 0
+    simulated = losses(capsys.readouterr().out)
+    assert losses(done.stdout) == simulated
+    assert len(simulated) == 4
+
+
+def test_trains_on_any_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 60)
+    assert main([*TINY, "--steps", "2", "--dp", "1", "--text", str(tmp_path)]) == 0
+    assert "text of 15,360 bytes" in capsys.readouterr().out
+
+
+def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short").write_text("short")
+    for arguments, message in (
+        (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
+        (["--text", str(tmp_path / "none")], "no such file or folder"),
+        (["--text", str(tmp_path / "short")], "5 bytes are too few"),
+    ):
+        assert main([*TINY, *arguments]) == 2
+        assert message in capsys.readouterr().err
+    for arguments in (["--stage", "4"], ["--dp", "0"], ["--steps", "x"], ["--unknown"]):
+        with pytest.raises(SystemExit):
+            main(["demo", *arguments])
+
+
+def test_batches_are_pieces_of_the_text() -> None:
+    trained, held_out = read_text(None)
+    assert len(held_out) * 8 < len(trained)
+    tokens, targets = sample(trained, 3, 10, 0)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert bytes(tokens[0].tolist()) in bytes(trained.numpy())
+    assert byte_entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(5.545, abs=1e-3)
