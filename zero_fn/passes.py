@@ -5,7 +5,8 @@ own after the built-in ones.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -39,41 +40,115 @@ def update_in_place(program: Program) -> Program:
     The fused Adam updates parameters and moments in place, and ``p + u`` becomes an in-place
     addition, where the old value is a donated argument that nothing reads afterwards.
     """
-    graph = program.graph_module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    donated = {node for node, free in zip(inputs, program.donated, strict=True) if free}
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    readers = _readers(program)
-
-    def free_after(old: object, user: Node) -> bool:
-        return (
-            isinstance(old, Node)
-            and old in donated
-            and all(order[reader] <= order[user] for reader in readers[old])
-        )
-
-    for node in list(graph.nodes):
+    for node in list(program.graph_module.graph.nodes):
+        if _is_op(node, "zero_fn::adamw"):
+            _adam_in_place(program, node)
+    free = _Free(program)
+    for node in list(program.graph_module.graph.nodes):
         if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
             old, added = node.args
-            apart = not isinstance(added, Node) or base(added) is not old
-            if free_after(old, node) and _same(old, node) and apart:
-                with graph.inserting_before(node):
-                    new = graph.call_function(torch.ops.aten.add_.Tensor, (old, added))
-                new.meta = dict(node.meta)
-                node.replace_all_uses_with(new)
-                graph.erase_node(node)
-                donated.discard(old)
+            if free.after(old, node) and _same(old, node) and not _shares(added, old):
+                _replaced(node, torch.ops.aten.add_.Tensor, (old, added))
     return _rebuilt(program)
 
 
-def _readers(program: Program) -> dict[Node, list[Node]]:
-    """For each node, the nodes that read its memory, itself or through views."""
-    readers: dict[Node, list[Node]] = {node: [] for node in program.graph_module.graph.nodes}
-    for node in program.graph_module.graph.nodes:
-        for used in node.all_input_nodes:
-            if base(node) is node:
-                readers[base(used)].append(node)
-    return readers
+def _adam_in_place(program: Program, node: Node) -> None:
+    """Split a fused Adam into one in place, for the leaves whose old state is free, and the rest.
+
+    A leaf's new parameter ``p + u`` then is ``p`` itself.
+    """
+    free = _Free(program)
+    lists: list[Any] = [*node.args[:4], node.args[9]]
+    leaves: list[Any] = list(zip(*lists, strict=True))
+    users: list[Any] = [*node.users]
+    results: dict[int, Node] = {user.args[1]: user for user in users}
+    sums: dict[int, Node] = {}
+    for place, (p, _, m, v, _) in enumerate(leaves):
+        added = [*results[place].users] if place in results else []
+        if len(added) == 1 and added[0].target is torch.ops.aten.add.Tensor:
+            new = added[0]
+            parts = (p, m, v)
+            if (
+                new.args == (p, results[place])
+                and not new.kwargs
+                and _same(p, new)
+                and free.after(p, node, besides=new)
+                and free.after(m, node)
+                and free.after(v, node)
+                and len({p, m, v}) == 3
+                and not any(_shares(g, x) for _, g, *_ in leaves for x in parts)
+            ):
+                sums[place] = new
+    if not sums:
+        return
+    graph, n = node.graph, len(leaves)
+    here = [leaf for place, leaf in enumerate(leaves) if place in sums]
+    rest = [place for place in range(n) if place not in sums]
+
+    def arguments(chosen: Sequence[Any]) -> tuple[Any, ...]:
+        *four, decays = (list(column) for column in zip(*chosen, strict=True))
+        return (*four, *node.args[4:9], decays, *node.args[10:])
+
+    with graph.inserting_before(node):
+        graph.call_function(torch.ops.zero_fn.adamw_.default, arguments(here))
+        if rest:
+            others = arguments([leaves[i] for i in rest])
+            other = graph.call_function(torch.ops.zero_fn.adamw.default, others)
+    for place, user in results.items():
+        part, leaf = divmod(place, n)
+        if leaf not in sums:
+            user.args = (other, part * len(rest) + rest.index(leaf))
+        elif part:
+            user.replace_all_uses_with(leaves[leaf][part + 1])
+            graph.erase_node(user)
+    for place, new in sums.items():
+        new.replace_all_uses_with(leaves[place][0])
+        graph.erase_node(new)
+        graph.erase_node(results[place])
+    graph.erase_node(node)
+
+
+class _Free:
+    """Which donated arguments nothing reads after a node."""
+
+    def __init__(self, program: Program) -> None:
+        nodes = list(program.graph_module.graph.nodes)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        pairs = zip(inputs, program.donated, strict=True)
+        self.donated = {node for node, donated in pairs if donated}
+        self.order = {node: place for place, node in enumerate(nodes)}
+        self.readers: dict[Node, list[Node]] = {node: [] for node in nodes}
+        for node in nodes:
+            for used in node.all_input_nodes:
+                if base(node) is node:  # a view reads nothing by itself
+                    self.readers[base(used)].append(node)
+
+    def after(self, old: object, node: Node, besides: Node | None = None) -> bool:
+        """Whether ``old`` is donated, and read by nothing after ``node`` but ``besides``."""
+        return (
+            isinstance(old, Node)
+            and old in self.donated
+            and all(
+                reader is besides or self.order[reader] <= self.order[node]
+                for reader in self.readers[old]
+            )
+        )
+
+
+def _is_op(node: Node, name: str) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == name
+
+
+def _shares(a: object, b: object) -> bool:
+    return isinstance(a, Node) and isinstance(b, Node) and base(a) is base(b)
+
+
+def _replaced(node: Node, target: Any, args: tuple[Any, ...]) -> None:
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def _same(a: Node, b: Node) -> bool:

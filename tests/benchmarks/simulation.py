@@ -28,7 +28,7 @@ def contestants(config: gpt.Config, batch: Any, ranks: int) -> dict[str, Callabl
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
         return gpt.loss(params, batch, config)
 
-    params = {key: value for key, value in gpt.init(config).items()}
+    params = gpt.init(config)
     leaves = [x.requires_grad_() for x in tree.leaves(params)]
     optimizer = torch.optim.AdamW({id(x): x for x in leaves}.values(), lr=1e-3, fused=True)
 

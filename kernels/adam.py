@@ -1,0 +1,359 @@
+"""Fused Adam and AdamW: one op for a whole tree of leaves.
+
+Two ops of the same arguments. ``zero_fn::adamw`` returns updates (to be added to the parameters)
+and new moments; ``zero_fn::adamw_`` writes parameters and moments in place. A graph pass may turn
+the first into the second where the old state is free. On a CPU both run on torch's own fused
+kernel, which works at the speed of memory; elsewhere in plain torch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .ops import Batch, InDims, Run, Static, differentiable, leading
+from .reference import adamw_leaf
+
+_ARGUMENTS = (
+    "({0} params, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor step, Tensor lr, "
+    "float beta1, float beta2, float eps, float[] weight_decay, bool decoupled, "
+    "Tensor? grad_scale, Tensor? skip) -> {3}"
+)
+
+
+class _Rest(NamedTuple):
+    """The arguments of an op after the four lists of leaves."""
+
+    step: Tensor
+    lr: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: Sequence[float]
+    decoupled: bool
+    grad_scale: Tensor | None
+    skip: Tensor | None
+
+
+def _adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    given = _Rest(*rest)
+    new = []
+    for p, g, m, v, decay in zip(
+        params, grads, exp_avgs, exp_avg_sqs, given.weight_decay, strict=True
+    ):
+        if not _fast(p, m, v):
+            new.append(_formula(p, g, m, v, decay, given))
+            continue
+        # Adam's step from zero is the update itself; the decay needs the parameter.
+        update = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        m, v = (x.clone(memory_format=torch.contiguous_format) for x in (m, v))
+        if not _skipped(given):
+            g = _ready(g, p, given)
+            if decay and not given.decoupled:
+                g = g + decay * p
+            _fused_(update, g, m, v, 0.0, given)
+            if decay and given.decoupled:
+                update.sub_(p, alpha=given.lr.item() * decay)
+        new.append((update, m, v))
+    return [leaf[place] for place in range(3) for leaf in new]
+
+
+def _adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *rest: Any,
+) -> None:
+    given = _Rest(*rest)
+    for p, g, m, v, decay in zip(
+        params, grads, exp_avgs, exp_avg_sqs, given.weight_decay, strict=True
+    ):
+        if not _fast(p, m, v) or not all(x.is_contiguous() for x in (p, m, v)):
+            update, new_m, new_v = _formula(p, g, m, v, decay, given)
+            p.add_(update)
+            m.copy_(new_m)
+            v.copy_(new_v)
+        elif not _skipped(given):
+            _fused_(p, _ready(g, p, given), m, v, decay, given)
+
+
+def _fast(p: Tensor, m: Tensor, v: Tensor) -> bool:
+    """Whether torch's fused kernel for CPUs takes this leaf."""
+    return p.device.type == "cpu" and p.dtype == m.dtype == v.dtype and p.numel() > 0
+
+
+def _skipped(given: _Rest) -> bool:
+    return given.skip is not None and bool(given.skip)
+
+
+def _ready(g: Tensor, p: Tensor, given: _Rest) -> Tensor:
+    """The gradient as the fused kernel wants it: unscaled, in the state's dtype, contiguous."""
+    g = g.to(p.dtype)
+    if given.grad_scale is not None:
+        g = g / given.grad_scale.to(p.dtype)
+    return g.contiguous()
+
+
+def _fused_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: float, given: _Rest) -> None:
+    kernel = torch._fused_adamw_ if given.decoupled else torch._fused_adam_
+    kernel(
+        [p],
+        [g],
+        [m],
+        [v],
+        [],
+        [given.step.to(torch.float32)],
+        lr=given.lr,
+        beta1=given.beta1,
+        beta2=given.beta2,
+        weight_decay=decay,
+        eps=given.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def _formula(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: float, given: _Rest
+) -> tuple[Tensor, Tensor, Tensor]:
+    return adamw_leaf(
+        p,
+        g,
+        m,
+        v,
+        given.step,
+        given.lr,
+        given.beta1,
+        given.beta2,
+        given.eps,
+        decay,
+        given.decoupled,
+        given.grad_scale,
+        given.skip,
+    )
+
+
+_functional = torch.library.custom_op(
+    "zero_fn::adamw",
+    _adamw,
+    mutates_args=(),
+    schema=_ARGUMENTS.format("Tensor[]", "Tensor[]", "Tensor[]", "Tensor[]"),
+)
+_in_place = torch.library.custom_op(
+    "zero_fn::adamw_",
+    _adamw_,
+    mutates_args=("params", "exp_avgs", "exp_avg_sqs"),
+    schema=_ARGUMENTS.format("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "()"),
+)
+
+
+@_functional.register_fake
+def _(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *rest: Any,
+) -> list[Tensor]:
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (*params, *exp_avgs, *exp_avg_sqs)
+    ]
+
+
+@_in_place.register_fake
+def _(*arguments: Any) -> None:
+    pass
+
+
+class _Call(NamedTuple):
+    """The constants of a call; the tensors follow as params, grads, moments, step, lr, extras."""
+
+    leaves: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: tuple[float, ...]
+    decoupled: bool
+    scaled: bool
+    skippable: bool
+
+
+def _parted(call: _Call, tensors: Sequence[Any]) -> tuple[list[list[Any]], _Rest]:
+    """The flat tensors of a call (or anything in their places) as an op's arguments."""
+    n = call.leaves
+    lists = [list(tensors[place * n : (place + 1) * n]) for place in range(4)]
+    step, lr, *extras = tensors[4 * n :]
+    scale = extras.pop(0) if call.scaled else None
+    skip = extras.pop(0) if call.skippable else None
+    constants = (call.beta1, call.beta2, call.eps, list(call.weight_decay), call.decoupled)
+    return lists, _Rest(step, lr, *constants, scale, skip)
+
+
+def _run(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+    lists, rest = _parted(_Call(*static), tensors)
+    return tuple(torch.ops.zero_fn.adamw(*lists, *rest))
+
+
+def _reference(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+    lists, rest = _parted(_Call(*static), tensors)
+    leaves = zip(*lists, rest.weight_decay, strict=True)
+    new = [_formula(p, g, m, v, decay, rest) for p, g, m, v, decay in leaves]
+    return tuple(leaf[place] for place in range(3) for leaf in new)
+
+
+def _batch(call: Run) -> Batch:
+    def rule(static: Static, in_dims: InDims, size: int, *tensors: Tensor) -> Any:
+        given = _Call(*static)
+        n = given.leaves
+        if any(dim is not None for dim in in_dims[4 * n :]):
+            # A sweep over learning rates, say: each has its own factors.
+            mapped = torch.func.vmap(lambda *inner: _reference(static, *inner), tuple(in_dims))(
+                *tensors
+            )
+            return mapped, (0,) * (3 * n)
+        dims, rows = list(in_dims), list(tensors)
+        batched = []
+        for leaf in range(n):
+            places = range(leaf, 4 * n, n)
+            batched.append(any(in_dims[place] is not None for place in places))
+            if batched[leaf]:
+                for place in places:
+                    rows[place] = leading(tensors[place], dims[place], size)
+        return call(static, *rows), tuple(0 if batched[i % n] else None for i in range(3 * n))
+
+    return rule
+
+
+_differentiable = differentiable(_run, _reference, _batch)
+
+
+def fused_adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    lr: float | Tensor,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Sequence[float] = 0.0,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """One step of AdamW (arXiv 1711.05101, algorithm 2) for a list of leaves, as pure function.
+
+    Args:
+        params: the parameters, any shapes.
+        grads: their gradients.
+        exp_avgs: the running means of gradients.
+        exp_avg_sqs: the running means of their squares.
+        step: the number of this step, counted from 1; 0-dim.
+        lr: the learning rate; a number or 0-dim.
+        beta1: decay of the means of gradients.
+        beta2: decay of the means of squares.
+        eps: added outside the root.
+        weight_decay: one factor, or one for each leaf.
+        decoupled: whether decay is AdamW's, or joins the gradient as in Adam.
+        grad_scale: what the gradients are divided by; 0-dim.
+        skip: nonzero leaves everything as it is (updates are 0); 0-dim.
+
+    Returns:
+        The updates, to be added to the parameters, and the new moments, each a list.
+
+    Raises:
+        ValueError: if the lists differ in length, or a leaf's tensors in shape.
+    """
+    lists, rest = _checked(
+        (params, grads, exp_avgs, exp_avg_sqs), step, lr, weight_decay, grad_scale, skip
+    )
+    if not params:
+        return [], [], []
+    static = tuple(
+        _Call(
+            len(params),
+            beta1,
+            beta2,
+            eps,
+            rest.weight_decay,
+            decoupled,
+            grad_scale is not None,
+            skip is not None,
+        )
+    )
+    extras = [x for x in (grad_scale, skip) if x is not None]
+    out = _differentiable(static, *[x for four in lists for x in four], step, rest.lr, *extras)
+    n = len(params)
+    return list(out[:n]), list(out[n : 2 * n]), list(out[2 * n :])
+
+
+def fused_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    lr: float | Tensor,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Sequence[float] = 0.0,
+    decoupled: bool = True,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """The same in place: parameters and moments are overwritten. See :func:`fused_adamw`."""
+    lists, rest = _checked(
+        (params, grads, exp_avgs, exp_avg_sqs), step, lr, weight_decay, grad_scale, skip
+    )
+    decays = list(rest.weight_decay)
+    constants = (beta1, beta2, eps, decays, decoupled, grad_scale, skip)
+    torch.ops.zero_fn.adamw_(*lists, step, rest.lr, *constants)
+
+
+class _Checked(NamedTuple):
+    lr: Tensor
+    weight_decay: tuple[float, ...]
+
+
+def _checked(
+    lists: tuple[Sequence[Tensor], ...],
+    step: Tensor,
+    lr: float | Tensor,
+    weight_decay: float | Sequence[float],
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+) -> tuple[list[list[Tensor]], _Checked]:
+    lengths = [len(one) for one in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"params, grads and the two moments have {lengths} leaves")
+    for place, leaf in enumerate(zip(*lists, strict=True)):
+        shapes = [tuple(x.shape) for x in leaf]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"leaf {place}: parameter, gradient and moments have shapes {shapes}; they must "
+                "be equal"
+            )
+    if isinstance(weight_decay, int | float):
+        decays = (float(weight_decay),) * lengths[0]
+    else:
+        decays = tuple(map(float, weight_decay))
+    if len(decays) != lengths[0]:
+        raise ValueError(f"weight_decay has {len(decays)} factors for {lengths[0]} leaves")
+    for name, x in (("step", step), ("lr", lr), ("grad_scale", grad_scale), ("skip", skip)):
+        if isinstance(x, Tensor) and x.ndim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it is a number: x.reshape(())")
+    rate = lr if isinstance(lr, Tensor) else torch.full_like(step, lr, dtype=torch.float64)
+    return [list(one) for one in lists], _Checked(rate, decays)

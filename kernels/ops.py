@@ -1,0 +1,76 @@
+"""How a kernel becomes an op that every transform of torch sees through.
+
+torch's own ways to give a custom op a derivative raise under ``torch.func.grad`` or have a silent
+zero tangent under ``jvp``, and ``torch.compile`` over ``torch.func`` drops an
+``autograd.Function``'s backward. What survives all of them is a ``torch.library.custom_op`` without
+autograd, called by an ``autograd.Function`` with a ``vmap`` rule, whose ``apply`` stands in a
+function that Dynamo is told to leave alone. ``differentiable`` builds that.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Static = tuple[Any, ...]  # constants of a call: hashable, of Python's own types
+Run = Callable[..., tuple[Tensor, ...]]  # (static, *tensors) to tensors
+InDims = Sequence[int | None]
+Batch = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
+
+
+def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> Run:
+    """A function like ``run`` that torch.func and torch.compile differentiate and batch.
+
+    Args:
+        run: (static, *tensors) to tensors; calls a custom op that has a fake implementation.
+        reference: the same in plain torch: its vjp is the derivative, computed again from the
+            inputs, and its own derivatives are the further ones.
+        batch: given the function itself, the batching rule: (static, in_dims, size, *tensors) to
+            (results, their mapped dimensions).
+
+    Forward-mode derivatives raise; they are not silently zero.
+    """
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+            return run(static, *tensors)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.static, *tensors = inputs
+            ctx.save_for_backward(*tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            # After vjp has returned, saved tensors are wrappers of a level that is gone.
+            saved = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+            places = [i for i, x in enumerate(saved) if x.is_floating_point()]
+
+            def of_floating(*values: Tensor) -> tuple[Tensor, ...]:
+                given = list(saved)
+                for place, value in zip(places, values, strict=True):
+                    given[place] = value
+                return reference(ctx.static, *given)
+
+            pullback: Any = torch.func.vjp(of_floating, *[saved[i] for i in places])[1]
+            found = dict(zip(places, pullback(grads), strict=True))
+            return None, *[found.get(i) for i in range(len(saved))]
+
+        @staticmethod
+        def vmap(info: Any, in_dims: InDims, static: Static, *tensors: Tensor) -> Any:
+            return batch(call)(static, in_dims[1:], info.batch_size, *tensors)
+
+    @torch.compiler.allow_in_graph
+    def call(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return Kernel.apply(static, *tensors)
+
+    return call
+
+
+def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """``x`` with the mapped dimension first, expanded where it is not mapped."""
+    if dim is None:
+        return x.expand(size, *x.shape)
+    return x if dim == 0 else x.movedim(dim, 0)

@@ -1,0 +1,50 @@
+"""What the kernels compute, in plain torch: the tests' oracle, and the source of derivatives."""
+
+import torch
+from torch import Tensor
+
+
+def adamw_leaf(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One leaf of Adam (arXiv 1412.6980, algorithm 1) or AdamW (1711.05101, algorithm 2).
+
+    Computed in float32, or in float64 if the parameter is; ``step`` counts from 1.
+
+    Returns:
+        The update (to be added to ``p``), and the new moments.
+    """
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    # In float64: 1 - beta^t loses most of its digits in float32 while t is small.
+    exponent = step.to(torch.float64)
+    unbias1 = (1 - torch.pow(beta1, exponent)).to(wide)
+    unbias2 = (1 - torch.pow(beta2, exponent)).to(wide)
+    rate, p_, g_, m_, v_ = (x.to(wide) for x in (lr, p, g, m, v))
+    if grad_scale is not None:
+        g_ = g_ / grad_scale.to(wide)
+    if weight_decay and not decoupled:
+        g_ = g_ + weight_decay * p_
+    m_ = beta1 * m_ + (1 - beta1) * g_
+    v_ = beta2 * v_ + (1 - beta2) * g_ * g_
+    # The root of an exact zero has an infinite slope; its update is zero whatever it is divided by.
+    root = torch.where(v_ == 0, 0, torch.where(v_ == 0, 1, v_ / unbias2).sqrt())
+    update = -rate * (m_ / unbias1) / (root + eps)
+    if weight_decay and decoupled:
+        update = update - rate * weight_decay * p_
+    if skip is not None:
+        keep = skip != 0
+        update = torch.where(keep, torch.zeros_like(update), update)
+        m_, v_ = torch.where(keep, m.to(wide), m_), torch.where(keep, v.to(wide), v_)
+    return update.to(p.dtype), m_.to(m.dtype), v_.to(v.dtype)
