@@ -22,7 +22,8 @@ from .collectives import (
     pvary,
 )
 
-# Derivatives, and recomputation in place of memory.
+# Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
+from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
 
 # ZeRO: cutting a tree over ranks, and putting it together.
@@ -64,6 +65,7 @@ __all__ = [
     "Sharded",
     "Train",
     "TrainState",
+    "accumulate",
     "adam",
     "adamw",
     "add_decayed_weights",

@@ -158,6 +158,10 @@ class Sharded:
             )
         return self.scheme.gather(local, self.shape, self.axis)
 
+    def like(self, local: Tensor) -> "Sharded":
+        """Another piece that is cut the same way."""
+        return Sharded(local, self.shape, self.axis, self.scheme, self.parts)
+
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes over which ``local`` differs from rank to rank."""
@@ -219,10 +223,8 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     """
     scheme = _scheme(stage)
     tree.check_tensors(params, "params", floating=True)
-    for path, node in zip(
-        tree.paths(params, _is_piece), tree.leaves(params, _is_piece), strict=True
-    ):
-        if _is_piece(node):
+    for path, node in zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True):
+        if is_piece(node):
             raise ValueError(f"params at {path!r} is sharded already: {node!r}; unshard it first")
     first: dict[int, str] = {}
 
@@ -254,7 +256,7 @@ def unshard(params: PyTree, dtype: torch.dtype | None = None) -> PyTree:
         local = piece.local if dtype is None else piece.local.to(dtype)
         return piece.whole(local)
 
-    return _tie(tree.map(whole, params, is_leaf=_is_piece))
+    return tie_whole(tree.map(whole, params, is_leaf=is_piece))
 
 
 def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
@@ -273,14 +275,17 @@ def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
             return piece
         return agreed(piece.whole(piece.local), piece.axis)
 
-    return _tie(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=_is_piece), mesh)(params))
+    return tie_whole(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=is_piece), mesh)(params))
 
 
-def _is_piece(node: Any) -> bool:
+def is_piece(node: Any) -> bool:
+    """Whether a node stands for one leaf of the tree that was cut."""
     return isinstance(node, Sharded | Tied)
 
 
-def _tie(whole: PyTree) -> PyTree:
+def tie_whole(whole: PyTree) -> PyTree:
+    """A gathered tree, with its partner's tensor at each tied leaf."""
+
     def is_tied(node: Any) -> bool:
         return isinstance(node, Tied)
 

@@ -8,16 +8,14 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tree
-from .autodiff import grad_and_value
-from .collectives import AxisName, pmean
+from .accumulation import LossFn, accumulate
+from .collectives import AxisName
 from .compiler import Compiler, jit
 from .mesh import Mesh
 from .optim import Optimizer, apply_updates, clip_factor, global_norm, scale_by_factor
 from .ranks import spmd
-from .sharding import Scheme, shard, unshard
+from .sharding import Scheme, shard
 from .tree import PyTree, Tensor
-
-LossFn = Callable[[PyTree, PyTree], Tensor]
 
 
 class TrainState(NamedTuple):
@@ -46,11 +44,12 @@ def train_step(
     *,
     stage: int | Scheme = 0,
     axis: AxisName = "dp",
+    microbatches: int = 1,
     clip: float | None = None,
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
-    """The step that DESIGN calls the whole of training, for those who don't write it.
+    """The usual step, for those who don't write it: gradients, clipping, the optimizer's update.
 
     Args:
         loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch.
@@ -58,6 +57,7 @@ def train_step(
         mesh: the mesh; the batch is split over ``axis``.
         stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
         axis: the axis, or axes, that split the batch and cut the state.
+        microbatches: how many parts a rank's batch is cut into; gradients add up over them.
         clip: the largest global norm of the gradients; None: no clipping.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
@@ -72,15 +72,14 @@ def train_step(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
 
+    gradient = accumulate(loss_fn, microbatches, axis)
+
     def init(params: PyTree) -> TrainState:
         params = shard(params, stage, axis)
         return TrainState(params, optimizer.init(params))
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        def loss(params: PyTree) -> Tensor:
-            return pmean(loss_fn(unshard(params), batch), axis)
-
-        grads, value = grad_and_value(loss)(state.params)
+        grads, value = gradient(state.params, batch)
         metrics = {"loss": value}
         if clip is not None:
             norm = global_norm(grads)

@@ -1,0 +1,111 @@
+"""Gradient accumulation: micro-batches, with each leaf gathered and reduced as its scheme says.
+
+This is where a stage's policy acts. A leaf whose scheme gathers once a step is whole before the
+first micro-batch; one that gathers at each use is gathered again in every one. A gradient is added
+up whole and reduced once, or reduced in every micro-batch and added up as a piece.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import tree
+from .autodiff import grad_and_value
+from .collectives import AxisName, axis_size, psum
+from .sharding import Sharded, is_piece, tie_whole
+from .tree import PyTree, Tensor
+
+LossFn = Callable[[PyTree, PyTree], Tensor]
+
+
+def accumulate(
+    loss_fn: LossFn, microbatches: int = 1, axis: AxisName = "dp"
+) -> Callable[[PyTree, PyTree], tuple[PyTree, Tensor]]:
+    """The gradient and value of the mean loss over all ranks and micro-batches.
+
+    Args:
+        loss_fn: (whole params, micro-batch) to the mean loss over the micro-batch's rows, 0-dim.
+        microbatches: how many equal parts a rank's batch is cut into, along dimension 0.
+        axis: the axis, or axes, whose ranks have different batches.
+
+    Returns:
+        A function (params as :func:`zero_fn.shard` cut them, this rank's batch) to
+        ``(grads, value)``, for use inside ``spmd``; equal to one big batch.
+
+    Raises:
+        ValueError: if ``microbatches`` is not positive, or does not divide a rank's batch.
+    """
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}; it must be an int of 1 or more")
+
+    def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, Tensor]:
+        nodes, treedef = tree.flatten(params, is_piece)
+        leaves = [_Leaf(node) for node in nodes]
+        share = 1 / (microbatches * axis_size(axis))
+
+        def loss(values: list[Any], microbatch: PyTree) -> Tensor:
+            whole = [leaf.use(value) for leaf, value in zip(leaves, values, strict=True)]
+            return loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch) * share
+
+        values = []
+        for part in _parts(batch, microbatches):
+            grads, value = grad_and_value(loss)([leaf.value for leaf in leaves], part)
+            values.append(value)
+            for leaf, g in zip(leaves, grads, strict=True):
+                leaf.add(g)
+        total = psum(torch.stack(values).sum(), axis)
+        return tree.unflatten(treedef, [leaf.gradient() for leaf in leaves]), total
+
+    return accumulated
+
+
+class _Leaf:
+    """One leaf on its way through the micro-batches: what it is for them, and its gradient so far.
+
+    A piece that is gathered once stands here whole, with the pullback that reduces its gradient.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.node, self.sum = node, None  # type: Any, Any
+        self.early = isinstance(node, Sharded) and node.scheme.gather_at == "step"
+        self.each = not self.early or node.scheme.reduce_at == "microbatch"
+        self.value: Any = node
+        if self.early:
+            self.value, self.pullback, *_ = torch.func.vjp(node.whole, node.local)
+
+    def use(self, value: Any) -> Any:
+        """The whole leaf, inside the loss."""
+        return value.whole(value.local) if isinstance(value, Sharded) else value
+
+    def add(self, g: Any) -> None:
+        if self.early and self.each:
+            g = self._reduced(g)
+        self.sum = g if self.sum is None else tree.map(torch.add, self.sum, g)
+
+    def gradient(self) -> Any:
+        return self.sum if self.each else self._reduced(self.sum)
+
+    def _reduced(self, g: Tensor) -> Sharded:
+        return self.node.like(self.pullback(g)[0])
+
+
+def _parts(batch: PyTree, count: int) -> list[PyTree]:
+    """The batch, cut along dimension 0 into equal parts."""
+    if count == 1:
+        return [batch]
+
+    def cut(path: str, x: Any) -> list[Any]:
+        if not isinstance(x, Tensor):
+            return [x] * count
+        if x.ndim == 0 or x.shape[0] % count:
+            where = f"the batch at {path!r}" if path else "the batch"
+            raise ValueError(
+                f"{where}: a rank has a tensor of shape {tuple(x.shape)}, and dimension 0 is not "
+                f"divisible by microbatches={count}"
+            )
+        return list(x.chunk(count))
+
+    leaves, treedef = tree.flatten(batch)
+    columns = [cut(path, x) for path, x in zip(tree.paths(batch), leaves, strict=True)]
+    return [tree.unflatten(treedef, [column[i] for column in columns]) for i in range(count)]
