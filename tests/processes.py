@@ -7,15 +7,17 @@ the pool; the next test gets a new one, on a fresh port.
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
 TIME_LIMIT = 120.0  # seconds a call may take before its ranks count as hanging
+GRACE = 5.0  # seconds that the others get when a rank has failed
 
 
 class RankError(AssertionError):
@@ -49,24 +51,27 @@ class ProcessPool:
         """
         for pipe in self.pipes:
             pipe.send((f, args))
-        answers: list[Any] = []
-        failures: list[str] = []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                if not pipe.poll(TIME_LIMIT if not failures else 5.0):
-                    failures.append(f"rank {rank}: no answer in {TIME_LIMIT:.0f} s")
-                    continue
-                fine, answer = pipe.recv()
-            except EOFError:
-                fine, answer = False, "the process ended"
-            if fine:
-                answers.append(answer)
-            else:
-                failures.append(f"rank {rank}: {answer}")
+        answers: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + TIME_LIMIT
+        while waiting:
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(waiting, "no answer in time")
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    fine, answer = waiting.pop(rank).recv()
+                except EOFError:
+                    fine, answer = False, "the process ended"
+                (answers if fine else failures)[rank] = answer
+                if not fine:  # the others wait for it in vain
+                    deadline = min(deadline, time.monotonic() + GRACE)
         if failures:
             self.close()
-            raise RankError("\n".join(failures))
-        return answers
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        return [answers[rank] for rank in range(self.size)]
 
     @property
     def alive(self) -> bool:

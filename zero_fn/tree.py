@@ -46,10 +46,12 @@ def map(
 
 def paths(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[str]:
     """The key path of each leaf, as ``a.0.b``, in the order of :func:`leaves`."""
-    return [
-        ".".join(str(key) for key in path)
-        for path in optree.tree_paths(tree, is_leaf, namespace=NAMESPACE)
-    ]
+    accessors = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
+    return [".".join(_key(entry) for entry in accessor) for accessor in accessors]
+
+
+def _key(entry: Any) -> str:
+    return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry)
 
 
 def map_with_path(
