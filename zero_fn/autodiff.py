@@ -158,7 +158,7 @@ def _check_captured(f: Callable[..., Any]) -> None:
     for name, x in _captured(f):
         if x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x):
             raise ValueError(
-                f"remat: {getattr(f, '__name__', f)!r} captures the tensor {name}, which is being "
+                f"remat: {_name(f)!r} captures the tensor {name}, which is being "
                 "differentiated; its gradient would be lost. Pass it as an argument"
             )
 
@@ -166,7 +166,7 @@ def _check_captured(f: Callable[..., Any]) -> None:
 def _captured(f: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors a function holds on to: closure, defaults, bound arguments, objects' fields."""
     seen: set[int] = set()
-    held: list[tuple[str, Any]] = [(getattr(f, "__name__", "f"), f)]
+    held: list[tuple[str, Any]] = [(_name(f), f)]
     while held:
         name, value = held.pop()
         if id(value) in seen or isinstance(value, type | ModuleType | str | bytes | int | float):
@@ -188,6 +188,10 @@ def _captured(f: Any) -> Iterator[tuple[str, Tensor]]:
             held += [(f"{name}[{place}]", inner) for place, inner in enumerate(value)]
         elif hasattr(value, "__dict__"):
             held += [(f"{name}.{key}", inner) for key, inner in vars(value).items()]
+
+
+def _name(f: Any) -> str:
+    return str(getattr(f, "__name__", type(f).__name__))
 
 
 def _filled(cell: CellType) -> bool:

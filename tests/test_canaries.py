@@ -1,0 +1,170 @@
+"""What torch does today that this library steps around. A canary that fails is good news: torch
+changed, and the detour that the message names may go."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor
+
+from .processes import run_on_processes
+
+
+def tell(what: str) -> str:
+    return f"torch changed: {what}"
+
+
+def functional_collectives() -> dict[str, str]:
+    """What torch's own differentiable collectives do under torch.func, on a real group."""
+    import torch.distributed._functional_collectives as funcol
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    said: dict[str, str] = {}
+    x = torch.ones(2)
+
+    def total(x: Tensor) -> Tensor:
+        return funcol.all_reduce_autograd(x, "sum", dist.group.WORLD).sum()  # type: ignore[attr-defined]
+
+    def gathered(x: Tensor) -> Tensor:
+        return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD).sum()
+
+    for name, f in (("all_gather", gathered), ("all_reduce", total)):
+        try:
+            said[f"{name} grad"] = str(torch.func.grad(f)(x).tolist())
+        except Exception as error:
+            said[f"{name} grad"] = f"{type(error).__name__}: {error}"
+
+    def raw(x: Tensor) -> Tensor:
+        out = torch.ops._c10d_functional.all_reduce(x, "sum", dist.group.WORLD.group_name)
+        return torch.ops._c10d_functional.wait_tensor(out)
+
+    try:
+        said["jvp"] = str(torch.func.jvp(raw, (x,), (x,))[1].tolist())
+    except Exception as error:
+        said["jvp"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def test_torchs_functional_collectives_under_torch_func() -> None:
+    for said in run_on_processes(2, functional_collectives):
+        assert "setup_context" in said["all_gather grad"], tell(
+            f"its all-gather works under torch.func.grad: {said}; collectives.py may call it"
+        )
+        assert said["jvp"] == "[0.0, 0.0]", tell(
+            f"the raw all-reduce has no silent zero tangent any more: {said}"
+        )
+
+
+class Doubled(torch.autograd.Function):
+    """The identity, with a backward that says so: twice the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+# Dynamo makes the instance that torch warns of.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compile_over_torch_func_drops_a_functions_backward() -> None:
+    def f(x: Tensor) -> Tensor:
+        return Doubled.apply(x).sum()
+
+    x = torch.ones(2)
+    assert torch.func.grad(f)(x).tolist() == [2, 2]
+    compiled = torch.compile(torch.func.grad(f), fullgraph=True, backend="eager")(x)
+    assert compiled.tolist() == [1, 1], tell(
+        "torch.compile keeps a custom backward under torch.func; allow_in_graph may go"
+    )
+
+
+def test_checkpoint_raises_under_torch_func() -> None:
+    def f(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum()
+
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(f)(torch.ones(2))
+
+
+def test_a_custom_op_with_register_autograd_raises_under_torch_func() -> None:
+    @torch.library.custom_op("zero_fn_canary::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    double.register_autograd(lambda ctx, g: 2 * g)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: double(x).sum())(torch.ones(2))
+
+
+def test_flash_attention_on_a_cpu_has_no_batching_rule() -> None:
+    q = torch.randn(3, 2, 2, 8, 4)
+    attend = torch.func.vmap(torch.nn.functional.scaled_dot_product_attention)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        attend(q, q, q)
+    assert any("batching rule" in str(w.message) for w in caught), tell(
+        "flash attention on a CPU has a batching rule; kernels/flash_attention.py may go"
+    )
+
+
+def test_a_fused_adam_cannot_be_mapped() -> None:
+    def f(p: Tensor) -> Tensor:
+        x = [torch.zeros_like(p) for _ in range(3)]
+        options: Any = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+        torch._fused_adamw_(
+            [p], [x[0]], [x[1]], [x[2]], [], [torch.ones(())],
+            lr=0.1, amsgrad=False, maximize=False, **options,
+        )  # fmt: skip
+        return p
+
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(f)(torch.ones(2, 3))
+
+
+def test_saved_tensors_outlive_their_level() -> None:
+    """autodiff.py and kernels/ops.py unwrap what vjp's pullback hands to a Function's backward."""
+    seen: list[bool] = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            seen.append(torch._C._functorch.is_gradtrackingtensor(x))
+            assert not torch._C._functorch.is_gradtrackingtensor(
+                torch._C._functorch.unwrap_if_dead(x)
+            )
+            return grad
+
+    torch.func.vjp(lambda x: Watch.apply(x).sum(), torch.ones(2))[1](torch.ones(()))
+    assert seen == [True], tell("saved tensors are unwrapped already")
+
+
+def test_private_names_are_still_there() -> None:
+    from torch._C import _functorch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _functorch.peek_interpreter_stack() is None
+    assert list(_get_current_dispatch_mode_stack()) == []
+    assert _functorch.maybe_current_level() is None
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
+        assert hasattr(torch.ops._c10d_functional, name)
