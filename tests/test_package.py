@@ -96,7 +96,7 @@ def test_the_public_names_are_these() -> None:
         *("constant", "warmup_cosine", "warmup_linear"),
         *("jit", "Program"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
-        "register_dataclass",
+        *("register_dataclass", "testing"),
     }
     for name in zf.__all__:
         assert inspect.getdoc(getattr(zf, name)), f"zf.{name} has no docstring"

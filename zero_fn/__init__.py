@@ -54,7 +54,8 @@ from .program import Program
 # A ready-made step and loop.
 from .train import Train, TrainState, fit, progress, train_step
 
-# Pytrees of one's own.
+# Pytrees of one's own, and checks for schemes of one's own.
+from . import testing
 from .tree import register_dataclass
 
 __all__ = [
@@ -98,6 +99,7 @@ __all__ = [
     "sgd",
     "shard",
     "spmd",
+    "testing",
     "train_step",
     "unshard",
     "warmup_cosine",
