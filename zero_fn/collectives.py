@@ -384,6 +384,19 @@ _CARRIED = {
 }
 
 
+def _carried(x: Tensor) -> Tensor:
+    return x.view(_CARRIED[x.dtype]) if x.dtype in _CARRIED else x
+
+
+def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def _moved(x: Tensor, source: int, target: int) -> Tensor:
+    """movedim, without a node in the graph where it moves nothing."""
+    return x if source == target else x.movedim(source, target)
+
+
 def _process_psum(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
 
@@ -394,17 +407,16 @@ def _process_pvary(x: Tensor, size: int, place: int, group: str, static: Static)
 
 def _process_all_gather(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
     (dim,) = static
-    sent = x.movedim(dim, 0).contiguous()
-    sent = sent.view(_CARRIED.get(x.dtype, x.dtype))
-    gathered = _wait(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group))
-    return gathered.view(x.dtype).movedim(0, dim)
+    sent = _moved(x, dim, 0).contiguous()
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(_carried(sent), size, group)
+    return _moved(_delivered(_wait(gathered), x.dtype), 0, dim)
 
 
 def _process_psum_scatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
     (dim,) = static
-    sent = x.movedim(dim, 0).contiguous()
+    sent = _moved(x, dim, 0).contiguous()
     reduced = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", size, group)
-    return _wait(reduced).movedim(0, dim)
+    return _moved(_wait(reduced), 0, dim)
 
 
 def _process_pscatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
@@ -417,9 +429,9 @@ def _process_pscatter(x: Tensor, size: int, place: int, group: str, static: Stat
 def _process_exchange(
     x: Tensor, sent: list[int], received: list[int], group: str
 ) -> Tensor:  # dim 0 of x is what is split
-    carried = x.contiguous().view(_CARRIED.get(x.dtype, x.dtype))
+    carried = _carried(x.contiguous())
     out = torch.ops._c10d_functional.all_to_all_single(carried, received, sent, group)
-    return _wait(out).view(x.dtype)
+    return _delivered(_wait(out), x.dtype)
 
 
 def _process_ppermute(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
