@@ -59,7 +59,8 @@ def pipeline_schedule(
                 f"no schedule is called {schedule!r}; {hint}There are {', '.join(SCHEDULES)}, and "
                 f"a function of (ranks, microbatches) goes in its place"
             )
-        builder, name = SCHEDULES[schedule], schedule
+        builder: Builder = SCHEDULES[schedule]
+        name = schedule
         known = list(inspect.signature(builder).parameters)[2:]
         for option in options:
             if option not in known:

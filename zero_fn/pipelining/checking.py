@@ -13,10 +13,14 @@ from zero_fn.pipelining.schedule import (
     COMMUNICATION,
     COMPUTE,
     Action,
+    Kind,
     Schedule,
     dependencies,
     peer,
 )
+
+# A whole backward and a half of a split one, of the same micro-batch, are the same work twice.
+_SAME_WORK: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}
 
 
 class ScheduleError(ValueError):
@@ -108,7 +112,7 @@ def _check_complete(schedule: Schedule) -> None:
             has = {k for k in COMPUTE if Action(stage, k, microbatch) in schedule.present}
             if has in ({"F", "B"}, {"F", "I", "W"}):
                 continue
-            kind = "F" if "F" not in has else "W" if "I" in has else "B"
+            kind: Kind = "F" if "F" not in has else "W" if "I" in has else "B"
             missing = Action(stage, kind, microbatch)
             instead = f" (or {stage}I{microbatch} and {stage}W{microbatch})" if kind == "B" else ""
             raise ScheduleError(
@@ -176,8 +180,7 @@ class _Run:
         stage, kind, microbatch = action
         if action in self.over:
             return True
-        # a whole backward and a split one of the same micro-batch are the same work twice
-        others = {"B": ("I", "W"), "I": ("B",), "W": ("B",)}.get(kind, ())
+        others = _SAME_WORK.get(kind, ())
         return any(Action(stage, other, microbatch) in self.over for other in others)
 
     def _waits_for(self, rank: int) -> Action | None:

@@ -20,6 +20,7 @@ RGB = tuple[float, float, float]
 
 # Paul Tol's light scheme: told apart by colour-blind readers, and dark text reads on all.
 _COLOURS: dict[Kind, str] = {"F": "#77AADD", "B": "#EE8866", "I": "#EEDD88", "W": "#44BB99"}
+_IDLE = "#EEEEEE"
 _MEANINGS: dict[Kind, str] = {
     "F": "F forward",
     "B": "B backward",
@@ -62,6 +63,7 @@ def draw_timeline(timeline: Timeline, ax: Axes | None) -> Axes:
         height = 1.3 + 0.36 * schedule.ranks
         _, ax = pyplot.subplots(figsize=(12, height), layout="constrained")
     for rank, events in enumerate(timeline.events):
+        ax.barh(rank, timeline.makespan, height=0.86, color=_IDLE)
         for action, start, end in events:
             colour = _colour(timeline, rank, action)
             # thin white edges part neighbours; at hundreds of actions they would hide them
@@ -72,11 +74,15 @@ def draw_timeline(timeline: Timeline, ax: Axes | None) -> Axes:
             )  # fmt: skip
     _number(timeline, ax)
     kinds = [k for k in _COLOURS if any(e.action.kind == k for row in timeline.events for e in row)]
+    handles = [Patch(facecolor=_COLOURS[kind], label=_MEANINGS[kind]) for kind in kinds]
+    handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if schedule.stages > schedule.ranks:
+        handles.append(Patch(facecolor="none", label="(darker: a later stage of the rank)"))
     ax.legend(
-        handles=[Patch(facecolor=_COLOURS[kind], label=_MEANINGS[kind]) for kind in kinds],
+        handles=handles,
         loc="upper center",
         bbox_to_anchor=(0.5, -0.55 / schedule.ranks - 0.06),
-        ncols=len(kinds),
+        ncols=len(handles),
         frameon=False,
         fontsize="small",
     )
@@ -94,7 +100,7 @@ def draw_timeline(timeline: Timeline, ax: Axes | None) -> Axes:
 def _number(timeline: Timeline, ax: Axes) -> None:
     """Write each action's micro-batch into its bar, where the narrowest has room for it."""
     digits = len(str(timeline.schedule.microbatches - 1))
-    points = 72 * ax.get_position().width * ax.figure.get_figwidth()
+    points = 72 / ax.figure.dpi * ax.get_window_extent().width
     lengths = [e.end - e.start for row in timeline.events for e in row if e.end > e.start]
     if not lengths:
         return
@@ -119,9 +125,10 @@ def timeline_html(timeline: Timeline) -> str:
         bars = []
         for action, start, end in events:
             red, green, blue = (round(255 * part) for part in _colour(timeline, rank, action))
+            x, width = (1000 * time / makespan for time in (start, end - start))
             bars.append(
-                f'<rect x="{1000 * start / makespan:.2f}" width="{1000 * (end - start) / makespan:.2f}"'
-                f' height="18" fill="rgb({red},{green},{blue})" stroke="white" stroke-width="0.5">'
+                f'<rect x="{x:.2f}" width="{width:.2f}" height="18" '
+                f'fill="rgb({red},{green},{blue})" stroke="white" stroke-width="0.5">'
                 f"<title>{action}: {start:g} to {end:g}</title></rect>"
             )
         stages = ", ".join(map(str, timeline.schedule.stages_of(rank)))
@@ -133,7 +140,8 @@ def timeline_html(timeline: Timeline) -> str:
             f"{''.join(bars)}</svg></td></tr>"
         )
     kinds = " ".join(
-        f'<span style="background:{_COLOURS[kind]};color:black">&nbsp;{_MEANINGS[kind]}&nbsp;</span>'
+        f'<span style="background:{_COLOURS[kind]};color:black;padding:0 6px">'
+        f"{_MEANINGS[kind]}</span>"
         for kind in _COLOURS
     )
     return (
@@ -211,7 +219,7 @@ def _sliced(timeline: Timeline, columns: int) -> list[str]:
 def _colour(timeline: Timeline, rank: int, action: Action) -> RGB:
     code = _COLOURS[action.kind]
     stages = timeline.schedule.stages_of(rank)
-    shade = 1 - 0.45 * stages.index(action.stage) / max(len(stages) - 1, 1)
+    shade = 1 - 0.38 * stages.index(action.stage) / max(len(stages) - 1, 1)
     red, green, blue = (shade * int(code[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red, green, blue
 

@@ -32,7 +32,7 @@ _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One thing a rank does, printed as torch prints it: `2F0` is stage 2's forward of micro-batch 0.
+    """One thing a rank does. `2F0`, as torch prints it, is stage 2's forward of micro-batch 0.
 
     Args:
         stage: The stage, counted from 0 in the order of the model.

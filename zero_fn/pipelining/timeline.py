@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, and what follows from it: bubble, makespan, live activations.
+"""When each action of a schedule runs, and so its bubble, its makespan and its live activations.
 
 A rank runs one action at a time, in the order of its list, as soon as what the action waits for
 is over. What crosses ranks arrives `comm` later and takes no time of either rank: sends are
