@@ -135,6 +135,10 @@ class _Run:
         self.buffered = buffered
         self.over: set[Action] = set()
         self.heads = [0] * schedule.ranks
+        self.places: dict[Action, tuple[int, int]] = {}
+        for rank, actions in enumerate(schedule.actions):
+            for index, action in enumerate(actions):
+                self.places.setdefault(action, (rank, index))
         # (sending rank, receiving rank) to what is under way between them
         self.channels: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
 
@@ -145,16 +149,13 @@ class _Run:
             for rank in range(self.schedule.ranks):
                 while self._advance(rank):
                     moved = True
-        stuck = [rank for rank in range(self.schedule.ranks) if self._head(rank) is not None]
-        if stuck:
-            raise self._error(stuck[0])
-        for (source, target), messages in self.channels.items():
-            if messages:
-                raise ScheduleError(
-                    f"the schedule {self.schedule.name!r}: rank {source} sends {messages[0]}, but "
-                    f"rank {target} has no {peer(messages[0])}",
-                    messages[0],
-                )
+        blamed = [self._blame(rank) for rank in range(self.schedule.ranks) if self._head(rank)]
+        if blamed:
+            rank, fault = min(blamed, key=lambda blame: (self.heads[blame[0]], blame[0]))
+            raise ScheduleError(
+                f"{_where(self.schedule, rank, self.heads[rank])} can never run{fault}",
+                self._head(rank),
+            )
 
     def _head(self, rank: int) -> Action | None:
         actions, head = self.schedule.actions[rank], self.heads[rank]
@@ -198,34 +199,24 @@ class _Run:
             return None if self._head(self._channel(action)[1]) == receive else receive
         return None
 
-    def _error(self, rank: int) -> ScheduleError:
-        """Follow who waits for whom from a rank that stands still to the action to blame."""
-        places = {
-            action: (rank, index)
-            for rank, actions in enumerate(self.schedule.actions)
-            for index, action in reversed(list(enumerate(actions)))
-        }
+    def _blame(self, rank: int) -> tuple[int, str]:
+        """Follow who waits for whom from a rank that stands still to the one at fault, and why."""
         chain: list[int] = []
         while rank not in chain:
             chain.append(rank)
             action = self._head(rank)
             assert action is not None
-            where = _where(self.schedule, rank, self.heads[rank])
             if self._repeats(action):
-                return ScheduleError(f"{where} can never run: its work is done already", action)
+                return rank, ": its work is done already"
             other = self._waits_for(rank)
             assert other is not None
-            if other not in places:
-                return ScheduleError(
-                    f"{where} can never run: it waits for {other}, which is in no rank's list",
-                    action,
-                )
-            home, index = places[other]
+            if other not in self.places:
+                return rank, f": it waits for {other}, which is in no rank's list"
+            home, index = self.places[other]
             if home == rank:
-                return ScheduleError(
-                    f"{where} can never run: it waits for {other}, which comes after it, as "
-                    f"action {index} of the same rank",
-                    action,
+                return rank, (
+                    f": it waits for {other}, which comes after it, as action {index} of the same "
+                    f"rank"
                 )
             rank = home
         cycle = chain[chain.index(rank) :]
@@ -237,8 +228,4 @@ class _Run:
         advice = ""
         if not self.buffered and self.schedule.communicates:
             advice = ". If sends return before they are received, check with buffered=True"
-        return ScheduleError(
-            f"{_where(self.schedule, first, self.heads[first])} can never run, a deadlock: "
-            f"{'; '.join(links)}{advice}",
-            self._head(first),
-        )
+        return first, f", a deadlock: {'; '.join(links)}{advice}"

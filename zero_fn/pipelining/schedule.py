@@ -161,7 +161,10 @@ def dependencies(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def _input_gradient(schedule: Schedule, stage: int, microbatch: int) -> Action:
     split = Action(stage, "I", microbatch)
-    return split if split in schedule.present else Action(stage, "B", microbatch)
+    # a W alone says that the missing half is an I, and not a B
+    if split in schedule.present or split._replace(kind="W") in schedule.present:
+        return split
+    return split._replace(kind="B")
 
 
 def parse_action(text: str) -> Action:
