@@ -106,6 +106,14 @@ def test_v_shaped_schedules_idle_only_until_their_first_input(name, ranks, more)
     assert max(line.peak_activations) <= 2 * ranks + (name == "dualpipev")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "makespan"), [(2, 2, 13), (4, 4, 30), (8, 8, 63), (8, 15, 97)]
+)
+def test_dualpipev_does_not_wait_for_microbatches_that_do_not_exist(ranks, microbatches, makespan):
+    # 2P micro-batches with those beyond M left out would end at 15, 33, 69 and 99
+    assert timeline(pipeline_schedule("dualpipev", ranks, microbatches)).makespan == makespan
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 1), (4, 3), (4, 6), (8, 5), (8, 12)])
 def test_few_microbatches_hold_no_more_than_they_are(name, ranks, microbatches):

@@ -67,6 +67,14 @@ def test_one_layer_and_none():
     assert partition([0, 0, 0], 3) == (range(1), range(1, 2), range(2, 3))
 
 
+@pytest.mark.parametrize(
+    ("costs", "largest"), [([2, 8, 6, 3], 9), ([3, 9, 6, 5], 11), ([0, 1, 9, 6, 3], 9)]
+)
+def test_the_largest_part_comes_before_evenness(costs, largest):
+    # [2], [8], [6, 3] has the larger sum of squares than [2, 8], [6], [3], but none of 10
+    assert max(sizes(costs, partition(costs, 3))) == largest
+
+
 def test_the_parts_below_the_largest_are_even_too():
     # any cut of the ones has the largest part 9
     assert sizes([9] + [1] * 6, partition([9] + [1] * 6, 3)) == [9, 3, 3]

@@ -22,6 +22,8 @@ from zero_fn.pipelining.checking import check_schedule
 from zero_fn.pipelining.schedule import Action, Kind, Schedule, parse_schedule
 
 Builder = Callable[..., Schedule | Iterable[Iterable[object]]]
+
+# How often (not at all where that is below 1), and what.
 Phase = tuple[int, str]
 
 
@@ -185,7 +187,6 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     an executor to hide the communication of one behind the other; the split backwards are at
     both ends. A rank holds at most 2P+1 activations of a stage.
     """
-    full = max(microbatches, 2 * ranks)
     phases = []
     for rank in range(ranks):
         after = ranks - 1 - rank
@@ -195,7 +196,9 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
                 (2 * after, "F0"),
                 (rank + 1, "F0 F1"),
                 (after, "I1 W F1"),
-                (full - 2 * ranks + rank + 1, "F0 B1 F1 B0"),
+                # with M below 2P some ranks have none of these; to leave micro-batches out of
+                # the schedule for 2P, as zbv does, makes a later end
+                (microbatches - 2 * ranks + rank + 1, "F0 B1 F1 B0"),
                 (after, "B1 F1 B0"),
                 # from the middle of these on the backwards are split, to fill the end
                 (half, "B1 B0"),

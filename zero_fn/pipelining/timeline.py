@@ -174,9 +174,9 @@ def timeline(
                     clocks[rank] = over[action] = start + per_stage[action.kind][action.stage]
                     events[rank].append(Event(action, start, over[action]))
                 else:
-                    # a send leaves when its rank comes to it; a receive is posted ahead
-                    send = action.kind.startswith("SEND")
-                    over[action] = max([clocks[rank] if send else 0, *known])
+                    # a send leaves when its rank comes to it; its way begins there, wherever the
+                    # other rank is
+                    over[action] = max([clocks[rank], *known])
                 heads[rank] += 1
                 moved = True
     peaks = tuple(_peak(rank, sizes) for rank in events)
