@@ -42,6 +42,8 @@ def test_text_slices_time_where_actions_do_not_fit():
     # 2 ranks of 9 units on 18 columns: each unit is two characters
     lines = timeline(pipeline_schedule("1f1b", 2, 2)).text(width=8 + 18).split("\n")
     assert lines[1:3] == ["rank 0  FFFF····BBBB··BBBB", "rank 1  ··FFBBBBFFBBBB····"]
+    # 9 units on 5 columns: whatever runs in the middle of each, at 0.9, 2.7, 4.5, 6.3 and 8.1
+    assert timeline(pipeline_schedule("1f1b", 2, 2)).text(8 + 5).split("\n")[1] == "rank 0  F·B·B"
     # a later stage of a rank is written small
     lines = timeline(pipeline_schedule("zbv", 1, 1)).text(width=8 + 6).split("\n")
     assert lines[1] == "rank 0  FfiwIW"
