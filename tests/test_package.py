@@ -95,6 +95,7 @@ def test_the_public_names_are_these() -> None:
         *("add_decayed_weights", "apply_updates", "scale_by_adam", "scale_by_learning_rate"),
         *("constant", "warmup_cosine", "warmup_linear"),
         *("jit", "Program"),
+        *("pipeline_schedule", "check_schedule", "timeline", "partition"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }
@@ -112,6 +113,7 @@ ROOMS = [
     "sharding",
     "accumulation",
     "testing",
+    "pipelining",
     "optim",
     "program",
     "passes",
