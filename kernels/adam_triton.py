@@ -8,6 +8,8 @@ gradient scale, skip flag, seed) is read from device memory: no step waits for t
 Arithmetic is float32 whatever the storage. Imported only when a kernel runs: see ``adam.py``.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 import contextlib
 import functools
 import math
@@ -19,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # elements a program; 16 a thread
+BLOCK = 2048  # elements a program; 8 a thread
 NUM_WARPS = 8
 # Of a leaf: the addresses of p, g, m, v, new p (or update), new m, new v and copy; its number.
 COLUMNS = tl.constexpr(9)
@@ -195,15 +197,14 @@ def _store_bits(at, upper, mask):
 
 @triton.jit
 def _store(at, x, mask, INTERPRETED: tl.constexpr):
-    TYPE: tl.constexpr = at.dtype.element_ty
-    if INTERPRETED and TYPE == tl.bfloat16:
+    if INTERPRETED and at.dtype.element_ty == tl.bfloat16:
         # The interpreter cuts bits off where the device rounds to the nearest.
         pattern = x.to(tl.uint32, bitcast=True)
         nearest = ((pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16).to(tl.uint16)
         upper = tl.where(x != x, 0x7FC0, nearest).to(tl.uint16)
         _store_bits(at, upper, mask)
     else:
-        tl.store(at, x.to(TYPE), mask=mask)
+        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
 
 
 INTERPRETED = not isinstance(adam_kernel, triton.runtime.JITFunction)
@@ -223,8 +224,8 @@ class Settings(NamedTuple):
     seed: Tensor | None
 
 
-class Leaf(NamedTuple):
-    """One leaf's tensors, read and written; contiguous, of one size, on one device."""
+class Row(NamedTuple):
+    """A leaf: its tensors to read and to write, contiguous, of one size, on one device."""
 
     number: int
     weight_decay: float
@@ -233,7 +234,7 @@ class Leaf(NamedTuple):
     copy: Tensor | None
 
 
-def launch(leaves: Sequence[Leaf], settings: Settings, *, pure: bool) -> None:
+def launch(leaves: Sequence[Row], settings: Settings, *, pure: bool) -> None:
     """Run the step: one launch for leaves of the same dtypes, device and alignment.
 
     Args:
@@ -241,7 +242,7 @@ def launch(leaves: Sequence[Leaf], settings: Settings, *, pure: bool) -> None:
         settings: what all leaves share.
         pure: whether an update is written rather than the new parameter.
     """
-    groups: dict[Any, list[Leaf]] = {}
+    groups: dict[Any, list[Row]] = {}
     for leaf in leaves:
         if leaf.read[0].numel():
             tensors = [*leaf.read, *leaf.write, *([] if leaf.copy is None else [leaf.copy])]
@@ -253,7 +254,7 @@ def launch(leaves: Sequence[Leaf], settings: Settings, *, pure: bool) -> None:
 
 
 def _launch(
-    group: Sequence[Leaf],
+    group: Sequence[Row],
     settings: Settings,
     device: torch.device,
     dtypes: tuple[torch.dtype | None, ...],
