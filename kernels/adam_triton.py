@@ -116,8 +116,9 @@ def _block(
 
     if grad_scale is not None:
         g = tl.div_rn(g, tl.load(grad_scale).to(tl.float32))
+    drag = tl.where(decay != 0, decay * p, 0.0)  # no decay of an infinite parameter is 0
     if not DECOUPLED:
-        g += decay * p
+        g += drag
     new_m = m + one_minus_beta1 * (g - m)
     # beta2 in two parts: its rounding to float32 alone would shift v by up to 3e-5. The bound keeps
     # an infinite v infinite: inf times a small negative rest is -inf, and inf - inf is NaN.
@@ -126,7 +127,7 @@ def _block(
     # Correctly rounded: the fast root takes denormals for zero, the fast division is 2 ulp off.
     update = -tl.div_rn(pace * new_m, tl.sqrt_rn(new_v) * unbias + eps)
     if DECOUPLED:
-        update -= rate * decay * p
+        update -= rate * drag
     if skip is not None:
         keep = tl.load(skip) != 0
         update = tl.where(keep, 0.0, update)
