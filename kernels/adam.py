@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .adam_run import Leaf, Rest, formula, in_place, pure
 from .ops import Batch, InDims, Run, Static, differentiable, leading
@@ -253,12 +254,14 @@ def fused_adamw_(
             average (arXiv 2010.06192, section 3).
 
     Raises:
+        RuntimeError: if a tensor is being differentiated by, in either mode.
         ValueError: as :func:`fused_adamw`; for copies of other shapes, a seed that is not a
             0-dim int64 tensor, or a seed with float16 parameters.
     """
     lists, rest = _checked(
         (params, grads, exp_avgs, exp_avg_sqs), step, lr, weight_decay, grad_scale, skip
     )
+    _refuse_derivatives([*[x for four in lists for x in four], *(copies or []), rest.lr])
     decays = list(rest.weight_decay)
     constants = (beta1, beta2, eps, decays, decoupled, grad_scale, skip)
     if copies is None and seed is None:
@@ -281,6 +284,18 @@ def fused_adamw_(
                     "leave seed out or use bfloat16"
                 )
     torch.ops.zero_fn.adamw_mixed_(*lists, list(copies or []), seed, step, rest.lr, *constants)
+
+
+# allow_in_graph: torch.compile over torch.func.jvp would not see the tangents.
+@torch.compiler.allow_in_graph
+def _refuse_derivatives(tensors: Sequence[Tensor]) -> None:
+    """An op in place would cut the graph of a reverse-mode derivative, and have no tangent."""
+    cure = "an update in place has no derivative: use fused_adamw, or call it"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(f"a tensor requires grad; {cure} under torch.no_grad()")
+    dual = forward_ad._current_level >= 0
+    if dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(f"a tensor has a forward-mode tangent (jvp); {cure} outside of jvp")
 
 
 class _Checked(NamedTuple):
