@@ -107,6 +107,7 @@ def test_the_public_names_are_these() -> None:
 ROOMS = [
     "tree",
     "mesh",
+    "transport",
     "collectives",
     "ranks",
     "autodiff",
@@ -159,9 +160,9 @@ def test_kernels_import_nothing_of_the_library() -> None:
             assert not any(name.split(".")[0] == "zero_fn" for name in names), path
 
 
-def test_only_collectives_and_mesh_speak_to_torch_distributed() -> None:
+def test_only_two_rooms_speak_of_torch_distributed() -> None:
     for path in (ROOT / "zero_fn").rglob("*.py"):
-        if path.stem not in ("mesh", "collectives", "train"):
+        if path.stem not in ("mesh", "train"):
             assert "distributed" not in path.read_text().replace("torch.distributed.checkpoint", "")
 
 
@@ -169,4 +170,4 @@ def test_only_collectives_and_mesh_speak_to_torch_distributed() -> None:
 def test_a_room_says_what_it_is_for_and_fits_on_a_few_pages(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 520, f"{path} wants splitting"
+    assert len(text.splitlines()) <= 400, f"{path} wants splitting"
