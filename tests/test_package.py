@@ -108,6 +108,7 @@ ROOMS = [
     "mesh",
     "collectives",
     "ranks",
+    "captures",
     "autodiff",
     "sharding",
     "accumulation",
