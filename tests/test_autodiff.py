@@ -34,6 +34,27 @@ def test_equals_torchs(argnums: Any) -> None:
     torch.testing.assert_close(zf.grad(f, argnums)(*arguments(), scale=0.5), want[0])
 
 
+@pytest.mark.parametrize(
+    ("argnums", "error", "message"),
+    [
+        # the first of them would get a gradient of zeros
+        ((0, 0), ValueError, r"argnums=\(0, 0\) names an argument twice"),
+        ((1, -1), ValueError, r"argnums=\(1, -1\) names an argument twice"),
+        ((), TypeError, r"argnums is \(\); it is an int or a tuple of ints"),
+        ("p", TypeError, "argnums is 'p'; it is an int or a tuple of ints"),
+        (-3, TypeError, "argnums=-3, and there are 2 arguments"),
+    ],
+)
+def test_argnums_that_are_refused(argnums: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        zf.grad(f, argnums)(*arguments())
+
+
+def test_has_aux_wants_a_pair() -> None:
+    with pytest.raises(TypeError, match=r"has_aux=True .* returns a pair, \(value, aux\)"):
+        zf.grad(f, has_aux=True)(*arguments())
+
+
 def test_auxiliary_results_of_any_kind() -> None:
     def g(p: Any, x: Tensor) -> Any:
         return f(p, x), {"hidden": x @ p["w"], "name": "kept", "none": None, "n": 3}

@@ -168,3 +168,33 @@ def test_private_names_are_still_there() -> None:
     assert _functorch.maybe_current_level() is None
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
         assert hasattr(torch.ops._c10d_functional, name)
+
+
+class Sine(torch.autograd.Function):
+    """The sine, with derivatives of every order in either mode."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return tangent * x.cos()
+
+
+def test_an_outer_jvp_is_silenced_inside_a_functions_jvp() -> None:
+    def second(f: Any, x: Tensor) -> Tensor:
+        one = torch.ones_like(x)
+        return torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (one,))[1], (x,), (one,))[1]
+
+    x = torch.ones(2)
+    torch.testing.assert_close(second(torch.sin, x), -x.sin())
+    assert second(Sine.apply, x).tolist() == [0, 0], tell(
+        "forward derivatives stay on inside a Function's jvp; remat's may use plain operations"
+    )

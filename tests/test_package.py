@@ -110,6 +110,7 @@ ROOMS = [
     "transport",
     "collectives",
     "ranks",
+    "captures",
     "autodiff",
     "sharding",
     "accumulation",

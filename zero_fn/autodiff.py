@@ -6,13 +6,14 @@ again where they stand inside another transform.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import tree
+from .captures import captured, name_of, replaced
 from .mesh import bind, bound_axes
 from .tree import Tensor
 
@@ -40,15 +41,20 @@ def grad_and_value(
 
     Raises:
         TypeError: if a leaf to differentiate by is no floating-point tensor (its key path is
-            named), or if ``f`` does not return a 0-dim floating-point tensor.
+            named), if ``f`` does not return a 0-dim floating-point tensor (or the pair that
+            ``has_aux`` promises), or if ``argnums`` names no argument.
+        ValueError: if ``argnums`` names an argument twice.
     """
-    places = (argnums,) if isinstance(argnums, int) else argnums
+    places = _places(argnums)
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         for place in places:
             if not -len(args) <= place < len(args):
                 raise TypeError(f"argnums={argnums!r}, and there are {len(args)} arguments")
+        if len({place % len(args) for place in places}) < len(places):
+            raise ValueError(f"argnums={argnums!r} names an argument twice; name each once")
+        for place in places:
             tree.check_tensors(args[place], f"argument {place}", floating=True)
         leaves, treedef = tree.flatten(tuple(args[place] for place in places))
 
@@ -58,7 +64,8 @@ def grad_and_value(
             given = list(args)
             for place, argument in zip(places, tree.unflatten(treedef, leaves), strict=True):
                 given[place] = argument
-            value, aux = f(*given, **kwargs) if has_aux else (f(*given, **kwargs), None)
+            out = f(*given, **kwargs)
+            value, aux = _pair(out) if has_aux else (out, None)
             tensors, rest = _split(aux)
             static[:] = [rest]
             return _scalar(value), tensors
@@ -91,33 +98,37 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
 
     Only the arguments are kept (activation checkpointing, arXiv 1604.06174). ``f`` takes and
     returns trees; every tensor to differentiate by must be an argument, not a captured variable.
+    Under ``torch.compile`` it is ``f`` itself.
 
     Raises:
-        ValueError: if ``f`` captures a tensor that is being differentiated; its name is given.
+        ValueError: if ``f`` captures a tensor that is being differentiated (its name is given), or
+            draws random numbers.
     """
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return f(*args, **kwargs)  # torch.compile differentiates through a Function's forward
-        _check_captured(f)
+        # What f captures at a level of vmap, and the axes' tokens, are inputs like others: the
+        # backward runs at other levels than the forward, where such a tensor means another one.
+        captures = _captures(f)
         tensors, inputs = _split((args, kwargs))
-        # The axes' tokens are inputs like others, so that vmap and vjp see them.
         axes = bound_axes()
         tokens = {name: axis.token for name, axis in axes.items() if axis.token is not None}
         outputs: list[_Static] = []
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
-            bound = dict(axes)
-            for name, token in zip(tokens, values, strict=False):
-                bound[name] = axes[name]._replace(token=token)
+            bound, rest = dict(axes), iter(values)
+            for name in tokens:
+                bound[name] = axes[name]._replace(token=next(rest))
+            others = {id(x): next(rest) for x in captures}
             with bind(bound):
-                args, kwargs = _joined(values[len(tokens) :], inputs)
-                results, static = _split(f(*args, **kwargs))
+                args, kwargs = _joined(list(rest), inputs)
+                results, static = _split(replaced(f, others)(*args, **kwargs))
             outputs[:] = [static]
             return tuple(results)
 
-        results = _Remat.apply(body, *tokens.values(), *tensors)
+        results = _Remat.apply(body, name_of(f), *tokens.values(), *captures, *tensors)
         return _joined(results, outputs[0])
 
     return recomputed
@@ -143,6 +154,22 @@ def _joined(tensors: Sequence[Tensor], static: _Static) -> Any:
     )
 
 
+def _places(argnums: ArgNums) -> tuple[int, ...]:
+    places = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not places or any(not isinstance(place, int) for place in places):
+        raise TypeError(f"argnums is {argnums!r}; it is an int or a tuple of ints, such as (0, 2)")
+    return places
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    if not (isinstance(out, tuple | list) and len(out) == 2):
+        raise TypeError(
+            f"with has_aux=True the function to differentiate returns a pair, (value, aux); "
+            f"it returned {out!r}"
+        )
+    return out[0], out[1]
+
+
 def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"the function to differentiate returned {value!r}, not a 0-dim tensor")
@@ -154,84 +181,123 @@ def _scalar(value: Any) -> Tensor:
     return value
 
 
-def _check_captured(f: Callable[..., Any]) -> None:
-    for name, x in _captured(f):
-        if x.requires_grad or torch._C._functorch.is_gradtrackingtensor(x):
+def _captures(f: Callable[..., Any]) -> list[Tensor]:
+    """The captured tensors that live at a level of torch.func; those differentiated are refused."""
+    found = []
+    for name, x in captured(f):
+        if _differentiated(x):
             raise ValueError(
-                f"remat: {_name(f)!r} captures the tensor {name}, which is being "
-                "differentiated; its gradient would be lost. Pass it as an argument"
+                f"remat: {name_of(f)!r} captures the tensor {name}, which is being differentiated; "
+                "its gradient would be lost. Pass it as an argument"
             )
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            found.append(x)
+    return found
 
 
-def _captured(f: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors a function holds on to: closure, defaults, bound arguments, objects' fields."""
-    seen: set[int] = set()
-    held: list[tuple[str, Any]] = [(_name(f), f)]
-    while held:
-        name, value = held.pop()
-        if id(value) in seen or isinstance(value, type | ModuleType | str | bytes | int | float):
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, FunctionType):
-            free = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            held += [(var, cell.cell_contents) for var, cell in free if _filled(cell)]
-            held.append((f"{name} (a default)", (value.__defaults__, value.__kwdefaults__)))
-        elif isinstance(value, MethodType):
-            held += [(name, value.__self__), (name, value.__func__)]
-        elif isinstance(value, functools.partial):
-            held.append((name, (value.func, value.args, value.keywords)))
-        elif isinstance(value, dict):
-            held += [(f"{name}[{key!r}]", inner) for key, inner in value.items()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            held += [(f"{name}[{place}]", inner) for place, inner in enumerate(value)]
-        elif hasattr(value, "__dict__"):
-            held += [(f"{name}.{key}", inner) for key, inner in vars(value).items()]
+def _differentiated(x: Tensor) -> bool:
+    while not x.requires_grad:
+        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = torch._C._functorch.get_unwrapped(x)
+    return True
 
 
-def _name(f: Any) -> str:
-    return str(getattr(f, "__name__", type(f).__name__))
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
-def _filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
+class _NoDraws(TorchDispatchMode):
+    """Refuses random operations: the second run would draw other numbers than the first."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _draws(
+            func, args, kwargs
+        ):
+            raise ValueError(
+                f"remat: {self.name!r} draws random numbers ({func}), and the backward would draw "
+                "others; draw them outside and pass them as an argument: a mask, say"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a random operation draws: attention with a dropout of 0, say, does not."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
     return True
 
 
 class _Remat(torch.autograd.Function):
     @staticmethod
-    def forward(body: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(out.view_as(out) for out in body(*inputs))
+    def forward(
+        body: Callable[..., tuple[Tensor, ...]], name: str, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        with _NoDraws(name):
+            return tuple(out.view_as(out) for out in body(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.body, *tensors = inputs
+        ctx.body, ctx.name, *tensors = inputs
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*[out for out in output if not out.is_floating_point()])
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*[out for out in output if not _differentiable(out)])
+        ctx.moves = [_differentiable(out) for out in output]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        places = [i for i, x in enumerate(inputs) if x.is_floating_point()]
+        places = [i for i, x in enumerate(inputs) if _differentiable(x)]
+        _, pullback = _vjp(_of_places(ctx.body, inputs, places), *[inputs[i] for i in places])
+        wanted = tuple(grad for grad in grads if _differentiable(grad))
+        found = dict(zip(places, pullback(wanted, retain_graph=False), strict=True))
+        return None, None, *[found.get(place) for place in range(len(inputs))]
 
-        def of_floating(*values: Tensor) -> tuple[Tensor, ...]:
-            given = list(inputs)
-            for place, value in zip(places, values, strict=True):
-                given[place] = value
-            return tuple(out for out in ctx.body(*given) if out.is_floating_point())
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        places = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        body = ctx.body
 
-        _, pullback = _vjp(of_floating, *[inputs[place] for place in places])
-        wanted = [g for g in grads if g.is_floating_point()]
-        found = dict(zip(places, pullback(tuple(wanted), retain_graph=False), strict=True))
-        return None, *[found.get(place) for place in range(len(inputs))]
+        def pushed(*values: Tensor) -> tuple[Tensor, ...]:
+            given = list(values[: len(inputs)])
+            primals = tuple(given[place] for place in places)
+            f = _of_places(body, given, places)
+            out: tuple[Tensor, ...] = torch.func.jvp(f, primals, values[len(inputs) :])[1]
+            return out
+
+        # A Function again: torch runs this with forward derivatives off, and plain operations
+        # here would have a silent zero under an outer jvp.
+        given = [tangents[place] for place in places]
+        found = iter(_Remat.apply(pushed, ctx.name, *inputs, *given))
+        return tuple(next(found) if moves else None for moves in ctx.moves)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], body: Callable[..., Any], *inputs: Tensor
+        info: Any, in_dims: tuple[Any, ...], body: Callable[..., Any], name: str, *inputs: Tensor
     ) -> tuple[tuple[Tensor, ...], int]:
-        mapped = torch.func.vmap(body, in_dims[1:], 0, randomness=info.randomness)
-        return _Remat.apply(mapped, *inputs), 0
+        mapped = torch.func.vmap(body, in_dims[2:], 0, randomness=info.randomness)
+        return _Remat.apply(mapped, name, *inputs), 0
+
+
+def _of_places(
+    body: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], places: list[int]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """``body`` as a function of some of its inputs, and what is differentiable of its results."""
+
+    def f(*values: Tensor) -> tuple[Tensor, ...]:
+        given = list(inputs)
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        return tuple(out for out in body(*given) if _differentiable(out))
+
+    return f
