@@ -34,7 +34,7 @@ def to_block_mask(layout: Layout, device: torch.device | str) -> BlockMask:
     def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
         mask = mask[list(layout.head_patterns)][None].to(device)
         counts = mask.sum(-1, dtype=torch.int32)
-        return counts, mask.int().argsort(-1, descending=True, stable=True).int()
+        return counts, mask.int().argsort(stable=True, dim=-1, descending=True).int()
 
     some, all_of_it = ordered(part), ordered(whole)
     return BlockMask.from_kv_blocks(
@@ -60,12 +60,10 @@ def _counts(layout: Layout) -> tuple[Tensor, Tensor]:
 @with_real_tensors
 def from_block_mask(block_mask: BlockMask) -> Layout:
     """See :meth:`Layout.from_block_mask`."""
-    if (
-        block_mask.BLOCK_SIZE[0] != block_mask.BLOCK_SIZE[1]
-        or block_mask.BLOCK_SIZE[0] not in BLOCKS
-    ):
+    size, other = block_mask.BLOCK_SIZE
+    if size != other or size not in BLOCKS:
         raise ValueError(
-            f"a BlockMask with blocks of {tuple(block_mask.BLOCK_SIZE)}; a Layout's are square, of "
+            f"a BlockMask with blocks of {(size, other)}; a Layout's are square, of "
             f"{', '.join(map(str, BLOCKS))}: create_block_mask(..., BLOCK_SIZE=128)"
         )
     if block_mask.kv_num_blocks.shape[0] != 1:
@@ -73,7 +71,6 @@ def from_block_mask(block_mask: BlockMask) -> Layout:
             f"a BlockMask for a batch of {block_mask.kv_num_blocks.shape[0]}; a Layout is the same "
             "for all sequences: create_block_mask(..., B=None)"
         )
-    size = block_mask.BLOCK_SIZE[0]
     q_len, k_len = block_mask.seq_lengths
     shape = -(-q_len // size), -(-k_len // size)
     part = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, shape)

@@ -48,12 +48,11 @@ def up_to_the_diagonal(ranges: Ranges) -> Ranges:
 def scattered(n: int, count: int, causal: bool, seed: int) -> Ranges:
     """``count`` different random columns in each row; with ``causal`` none after the row."""
     draw = random.Random(seed)
+    sizes = [row + 1 if causal else n for row in range(n)]
     picked = [
         (row, column)
-        for row in range(n)
-        for column in draw.sample(
-            range(row + 1 if causal else n), min(count, row + 1 if causal else n)
-        )
+        for row, size in enumerate(sizes)
+        for column in draw.sample(range(size), min(count, size))
     ]
     rows, columns = _pairs(picked)
     return Ranges(rows, columns, columns + 1)

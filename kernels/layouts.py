@@ -285,7 +285,7 @@ class Layout:
         global_block_end_indices: Sequence[int] | None = None,
         attention: Attention = "bidirectional",
     ) -> "Layout":
-        """Neighbouring and global blocks (Longformer, arXiv 2004.05150; BSLongformerSparsityConfig).
+        """Neighbouring and global blocks (Longformer, arXiv 2004.05150, blocks of it).
 
         Args:
             seq_len: number of queries and keys.
@@ -537,7 +537,7 @@ class Layout:
         mask = torch.zeros(self.patterns, self.q_blocks * self.k_blocks, dtype=torch.bool)
         for pattern, blocks in enumerate(self.blocks()):
             mask[pattern, blocks.keys] = True
-        return mask.view(-1, self.q_blocks, self.k_blocks)[list(self.head_patterns)]
+        return mask.view(self.patterns, self.q_blocks, self.k_blocks)[list(self.head_patterns)]
 
     @with_real_tensors
     def to_dense(self) -> Bool[Tensor, "heads queries keys"]:
@@ -547,13 +547,13 @@ class Layout:
         dense = torch.zeros(self.patterns, rows * columns, self.block, self.block, dtype=torch.bool)
         for pattern, blocks in enumerate(self.blocks()):
             dense[pattern, blocks.keys] = tiles[blocks.masks.long()]
-        dense = dense.view(-1, rows, columns, self.block, self.block).transpose(2, 3)
-        dense = dense.reshape(-1, rows * self.block, columns * self.block)
+        dense = dense.view(self.patterns, rows, columns, self.block, self.block).transpose(2, 3)
+        dense = dense.reshape(self.patterns, rows * self.block, columns * self.block)
         return dense[list(self.head_patterns), : self.q_len, : self.k_len]
 
     @with_real_tensors
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compressed columns: int64 (patterns * k_blocks + 1), int32 rows, and places in ``cols``."""
+        """Compressed columns: int64 (patterns * k_blocks + 1), int32 rows, places in ``cols``."""
 
         def made() -> tuple[Tensor, Tensor, Tensor]:
             keys = [b.keys for b in self.blocks()]
@@ -659,15 +659,17 @@ def from_blocks(
     return _interned(q_len, k_len, block, tuple(head_patterns), row_ptr, cols, masks, tiles)
 
 
-def _interned(*fields: Any) -> Layout:
+def _interned(
+    q_len: int, k_len: int, block: int, head_patterns: tuple[int, ...], *tensors: Tensor
+) -> Layout:
     """The one layout with these fields."""
-    digest = hashlib.blake2b(repr(fields[:4]).encode(), digest_size=16)
-    for tensor in fields[4:]:
-        digest.update(_bytes(tensor))
+    digest = hashlib.blake2b(repr((q_len, k_len, block, head_patterns)).encode(), digest_size=16)
+    for tensor in tensors:
+        digest.update(repr(tuple(tensor.shape)).encode() + _bytes(tensor))
     key = digest.hexdigest()
     layout = _ALIVE.get(key)
     if layout is None:
-        layout = Layout(*fields, key)
+        layout = Layout(q_len, k_len, block, head_patterns, *tensors, key=key)
         _ALIVE[key] = layout
     return layout
 
