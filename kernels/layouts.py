@@ -660,16 +660,23 @@ def from_blocks(
 
 
 def _interned(
-    q_len: int, k_len: int, block: int, head_patterns: tuple[int, ...], *tensors: Tensor
+    q_len: int,
+    k_len: int,
+    block: int,
+    head_patterns: tuple[int, ...],
+    row_ptr: Tensor,
+    cols: Tensor,
+    masks: Tensor,
+    tiles: Tensor,
 ) -> Layout:
     """The one layout with these fields."""
     digest = hashlib.blake2b(repr((q_len, k_len, block, head_patterns)).encode(), digest_size=16)
-    for tensor in tensors:
+    for tensor in (row_ptr, cols, masks, tiles):
         digest.update(repr(tuple(tensor.shape)).encode() + _bytes(tensor))
     key = digest.hexdigest()
     layout = _ALIVE.get(key)
     if layout is None:
-        layout = Layout(q_len, k_len, block, head_patterns, *tensors, key=key)
+        layout = Layout(q_len, k_len, block, head_patterns, row_ptr, cols, masks, tiles, key)
         _ALIVE[key] = layout
     return layout
 

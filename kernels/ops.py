@@ -16,10 +16,18 @@ from torch import Tensor
 Static = tuple[Any, ...]  # constants of a call: hashable, of Python's own types
 Run = Callable[..., tuple[Tensor, ...]]  # (static, *tensors) to tensors
 InDims = Sequence[int | None]
+Gradients = Sequence[Tensor | None]
+Backward = Callable[[Static, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Gradients]
 Batch = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
 
 
-def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> Run:
+def differentiable(
+    run: Run,
+    reference: Run,
+    batch: Callable[[Run], Batch],
+    backward: Backward | None = None,
+    keep: Callable[[Static], Any] | None = None,
+) -> Run:
     """A function like ``run`` that torch.func and torch.compile differentiate and batch.
 
     Args:
@@ -28,6 +36,10 @@ def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> R
             inputs, and its own derivatives are the further ones.
         batch: given the function itself, the batching rule: (static, in_dims, size, *tensors) to
             (results, their mapped dimensions).
+        backward: a faster derivative: (static, inputs, results, gradients of the results) to the
+            gradients of the inputs, None for one that has none. It calls a ``differentiable``
+            function in turn, or has no second derivative.
+        keep: what has to live until the backward, besides the tensors.
 
     Forward-mode derivatives raise; they are not silently zero.
     """
@@ -40,12 +52,24 @@ def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> R
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.static, *tensors = inputs
-            ctx.save_for_backward(*tensors)
+            ctx.kept = keep(ctx.static) if keep else None
+            ctx.inputs = len(tensors)
+            ctx.save_for_backward(*tensors, *(output if backward else ()))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             # After vjp has returned, saved tensors are wrappers of a level that is gone.
             saved = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+            if backward:
+                saved, results = saved[: ctx.inputs], saved[ctx.inputs :]
+                given = backward(ctx.static, saved, results, grads)
+                for i, grad in enumerate(given):
+                    if grad is None and ctx.needs_input_grad[i + 1]:
+                        raise NotImplementedError(
+                            f"a gradient of input {i} of {run.__module__}, of shape "
+                            f"{tuple(saved[i].shape)}, which has none: detach() it"
+                        )
+                return None, *given
             places = [i for i, x in enumerate(saved) if x.is_floating_point()]
 
             def of_floating(*values: Tensor) -> tuple[Tensor, ...]:
