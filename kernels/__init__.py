@@ -8,6 +8,8 @@ import importlib
 from typing import Any
 
 _HOME: dict[str, str] = {
+    "Layout": "layouts",
+    "block_sparse_attention": "sparse_attention",
     "dense_attention": "flash_attention",
     "fused_adamw": "adam",
     "fused_adamw_": "adam",

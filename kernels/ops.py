@@ -17,14 +17,17 @@ Static = tuple[Any, ...]  # constants of a call: hashable, of Python's own types
 Run = Callable[..., tuple[Tensor, ...]]  # (static, *tensors) to tensors
 InDims = Sequence[int | None]
 Batch = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
+Gradients = Sequence[Tensor | None]
 # (static, inputs, results, their gradients) to the inputs' gradients, None where there is none
-Backward = Callable[
-    [Static, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | None]
-]
+Backward = Callable[[Static, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Gradients]
 
 
 def differentiable(
-    run: Run, reference: Run, batch: Callable[[Run], Batch], backward: Backward | None = None
+    run: Run,
+    reference: Run,
+    batch: Callable[[Run], Batch],
+    backward: Backward | None = None,
+    keep: Callable[[Static], Any] | None = None,
 ) -> Run:
     """A function like ``run`` that torch.func and torch.compile differentiate and batch.
 
@@ -34,8 +37,11 @@ def differentiable(
             computed again from the inputs, and its own derivatives are the further ones.
         batch: given the function itself, the batching rule: (static, in_dims, size, *tensors) to
             (results, their mapped dimensions).
-        backward: a derivative of its own; contiguous gradients come in. It is differentiated again,
-            and so calls plain torch, or functions that ``differentiable`` made.
+        backward: a derivative of its own: (static, inputs, results, the results' gradients, which
+            are contiguous) to the gradients of the inputs, None for one that has none. It is
+            differentiated again, and so calls plain torch, or functions that ``differentiable``
+            made.
+        keep: what has to live until the backward, besides the tensors.
 
     Forward-mode derivatives raise; they are not silently zero.
     """
@@ -50,6 +56,7 @@ def differentiable(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.static, *tensors = inputs
+            ctx.kept = keep(ctx.static) if keep else None
             ctx.count = len(tensors)
             ctx.save_for_backward(*tensors, *(output if own else ()))
 
@@ -60,7 +67,14 @@ def differentiable(
             saved, results = kept[: ctx.count], kept[ctx.count :]
             if own is not None:
                 dense = [g.contiguous() for g in grads]  # a sum's have stride 0
-                return None, *own(ctx.static, saved, results, dense)
+                given = own(ctx.static, saved, results, dense)
+                for i, grad in enumerate(given):
+                    if grad is None and ctx.needs_input_grad[i + 1]:
+                        raise NotImplementedError(
+                            f"a gradient of input {i} of {run.__module__}, of shape "
+                            f"{tuple(saved[i].shape)}, which has none: detach() it"
+                        )
+                return None, *given
             places = [i for i, x in enumerate(saved) if x.is_floating_point()]
 
             def of_floating(*values: Tensor) -> tuple[Tensor, ...]:
