@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/python -m zero_fn demo
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -2,8 +2,9 @@
 
 Two ops of the same arguments. ``zero_fn::adamw`` returns updates (to be added to the parameters)
 and new moments; ``zero_fn::adamw_`` writes parameters and moments in place. A graph pass may turn
-the first into the second where the old state is free. On a CPU both run on torch's own fused
-kernel, which works at the speed of memory; elsewhere in plain torch.
+the first into the second where the old state is free. ``zero_fn::adamw_mixed_`` is in place too,
+and also fills a working copy of another dtype, or rounds bfloat16 parameters by chance.
+What runs is in ``adam_run.py``; this file says how it is called, batched and differentiated.
 """
 
 from collections.abc import Sequence
@@ -11,29 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from .adam_run import Leaf, Rest, formula, in_place, pure
 from .ops import Batch, InDims, Run, Static, differentiable, leading
-from .reference import adamw_leaf
 
 _ARGUMENTS = (
-    "({0} params, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, Tensor step, Tensor lr, "
+    "({0} params, Tensor[] grads, {1} exp_avgs, {2} exp_avg_sqs, {3}Tensor step, Tensor lr, "
     "float beta1, float beta2, float eps, float[] weight_decay, bool decoupled, "
-    "Tensor? grad_scale, Tensor? skip) -> {3}"
+    "Tensor? grad_scale, Tensor? skip) -> {4}"
 )
-
-
-class _Rest(NamedTuple):
-    """The arguments of an op after the four lists of leaves."""
-
-    step: Tensor
-    lr: Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: Sequence[float]
-    decoupled: bool
-    grad_scale: Tensor | None
-    skip: Tensor | None
 
 
 def _adamw(
@@ -43,26 +31,7 @@ def _adamw(
     exp_avg_sqs: Sequence[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    given = _Rest(*rest)
-    new = []
-    for p, g, m, v, decay in zip(
-        params, grads, exp_avgs, exp_avg_sqs, given.weight_decay, strict=True
-    ):
-        if not _fast(p, m, v):
-            new.append(_formula(p, g, m, v, decay, given))
-            continue
-        # Adam's step from zero is the update itself; the decay needs the parameter.
-        update = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        m, v = (x.clone(memory_format=torch.contiguous_format) for x in (m, v))
-        if not _skipped(given):
-            g = _ready(g, p, given)
-            if decay and not given.decoupled:
-                g = g + decay * p
-            _fused_(update, g, m, v, 0.0, given)
-            if decay and given.decoupled:
-                update.sub_(p, alpha=given.lr.item() * decay)
-        new.append((update, m, v))
-    return [leaf[place] for place in range(3) for leaf in new]
+    return pure((params, grads, exp_avgs, exp_avg_sqs), Rest(*rest))
 
 
 def _adamw_(
@@ -72,86 +41,41 @@ def _adamw_(
     exp_avg_sqs: Sequence[Tensor],
     *rest: Any,
 ) -> None:
-    given = _Rest(*rest)
-    for p, g, m, v, decay in zip(
-        params, grads, exp_avgs, exp_avg_sqs, given.weight_decay, strict=True
-    ):
-        if not _fast(p, m, v) or not all(x.is_contiguous() for x in (p, m, v)):
-            update, new_m, new_v = _formula(p, g, m, v, decay, given)
-            p.add_(update)
-            m.copy_(new_m)
-            v.copy_(new_v)
-        elif not _skipped(given):
-            _fused_(p, _ready(g, p, given), m, v, decay, given)
+    in_place((params, grads, exp_avgs, exp_avg_sqs), Rest(*rest))
 
 
-def _fast(p: Tensor, m: Tensor, v: Tensor) -> bool:
-    """Whether torch's fused kernel for CPUs takes this leaf."""
-    return p.device.type == "cpu" and p.dtype == m.dtype == v.dtype and p.numel() > 0
-
-
-def _skipped(given: _Rest) -> bool:
-    return given.skip is not None and bool(given.skip)
-
-
-def _ready(g: Tensor, p: Tensor, given: _Rest) -> Tensor:
-    """The gradient as the fused kernel wants it: unscaled, in the state's dtype, contiguous."""
-    g = g.to(p.dtype)
-    if given.grad_scale is not None:
-        g = g / given.grad_scale.to(p.dtype)
-    return g.contiguous()
-
-
-def _fused_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: float, given: _Rest) -> None:
-    kernel = torch._fused_adamw_ if given.decoupled else torch._fused_adam_
-    kernel(
-        [p],
-        [g],
-        [m],
-        [v],
-        [],
-        [given.step.to(torch.float32)],
-        lr=given.lr,
-        beta1=given.beta1,
-        beta2=given.beta2,
-        weight_decay=decay,
-        eps=given.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-def _formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, decay: float, given: _Rest
-) -> tuple[Tensor, Tensor, Tensor]:
-    return adamw_leaf(
-        p,
-        g,
-        m,
-        v,
-        given.step,
-        given.lr,
-        given.beta1,
-        given.beta2,
-        given.eps,
-        decay,
-        given.decoupled,
-        given.grad_scale,
-        given.skip,
-    )
+def _adamw_mixed_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    seed: Tensor | None,
+    *rest: Any,
+) -> None:
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    in_place(lists, Rest(*rest), copies if copies else None, seed)
 
 
 _functional = torch.library.custom_op(
     "zero_fn::adamw",
     _adamw,
     mutates_args=(),
-    schema=_ARGUMENTS.format("Tensor[]", "Tensor[]", "Tensor[]", "Tensor[]"),
+    schema=_ARGUMENTS.format("Tensor[]", "Tensor[]", "Tensor[]", "", "Tensor[]"),
 )
 _in_place = torch.library.custom_op(
     "zero_fn::adamw_",
     _adamw_,
     mutates_args=("params", "exp_avgs", "exp_avg_sqs"),
-    schema=_ARGUMENTS.format("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "()"),
+    schema=_ARGUMENTS.format("Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "", "()"),
+)
+_mixed = torch.library.custom_op(
+    "zero_fn::adamw_mixed_",
+    _adamw_mixed_,
+    mutates_args=("params", "exp_avgs", "exp_avg_sqs", "copies"),
+    schema=_ARGUMENTS.format(
+        "Tensor(a!)[]", "Tensor(b!)[]", "Tensor(c!)[]", "Tensor(d!)[] copies, Tensor? seed, ", "()"
+    ),
 )
 
 
@@ -170,6 +94,7 @@ def _(
 
 
 @_in_place.register_fake
+@_mixed.register_fake
 def _(*arguments: Any) -> None:
     pass
 
@@ -187,7 +112,7 @@ class _Call(NamedTuple):
     skippable: bool
 
 
-def _parted(call: _Call, tensors: Sequence[Any]) -> tuple[list[list[Any]], _Rest]:
+def _parted(call: _Call, tensors: Sequence[Any]) -> tuple[list[list[Any]], Rest]:
     """The flat tensors of a call (or anything in their places) as an op's arguments."""
     n = call.leaves
     lists = [list(tensors[place * n : (place + 1) * n]) for place in range(4)]
@@ -195,7 +120,7 @@ def _parted(call: _Call, tensors: Sequence[Any]) -> tuple[list[list[Any]], _Rest
     scale = extras.pop(0) if call.scaled else None
     skip = extras.pop(0) if call.skippable else None
     constants = (call.beta1, call.beta2, call.eps, list(call.weight_decay), call.decoupled)
-    return lists, _Rest(step, lr, *constants, scale, skip)
+    return lists, Rest(step, lr, *constants, scale, skip)
 
 
 def _run(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -205,8 +130,8 @@ def _run(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _reference(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
     lists, rest = _parted(_Call(*static), tensors)
-    leaves = zip(*lists, rest.weight_decay, strict=True)
-    new = [_formula(p, g, m, v, decay, rest) for p, g, m, v, decay in leaves]
+    leaves = zip(rest.weight_decay, *lists, strict=True)
+    new = [formula(Leaf(i, decay, *leaf), rest) for i, (decay, *leaf) in enumerate(leaves)]
     return tuple(leaf[place] for place in range(3) for leaf in new)
 
 
@@ -273,7 +198,8 @@ def fused_adamw(
         The updates, to be added to the parameters, and the new moments, each a list.
 
     Raises:
-        ValueError: if the lists differ in length, or a leaf's tensors in shape.
+        ValueError: if the lists differ in length, a leaf's tensors differ in shape or are not real
+            floating-point numbers, or one of the 0-dim tensors is not.
     """
     lists, rest = _checked(
         (params, grads, exp_avgs, exp_avg_sqs), step, lr, weight_decay, grad_scale, skip
@@ -313,14 +239,63 @@ def fused_adamw_(
     decoupled: bool = True,
     grad_scale: Tensor | None = None,
     skip: Tensor | None = None,
+    copies: Sequence[Tensor] | None = None,
+    seed: Tensor | None = None,
 ) -> None:
-    """The same in place: parameters and moments are overwritten. See :func:`fused_adamw`."""
+    """The same in place: parameters and moments are overwritten, nothing can be differentiated.
+
+    The arguments are those of :func:`fused_adamw`, and:
+
+    Args:
+        copies: tensors of the parameters' shapes, of any dtype, that receive the new parameters in
+            the same pass over memory: the bfloat16 working copy of float32 parameters.
+        seed: a 0-dim int64 tensor, another one each step. bfloat16 parameters are then rounded up
+            or down by chance, so that updates below half a digit are not lost but come through on
+            average (arXiv 2010.06192, section 3).
+
+    Raises:
+        RuntimeError: if a tensor is being differentiated by, in either mode.
+        ValueError: as :func:`fused_adamw`; for copies of other shapes, a seed that is not a
+            0-dim int64 tensor, or a seed with float16 parameters.
+    """
     lists, rest = _checked(
         (params, grads, exp_avgs, exp_avg_sqs), step, lr, weight_decay, grad_scale, skip
     )
+    _refuse_derivatives([*[x for four in lists for x in four], *(copies or []), rest.lr])
     decays = list(rest.weight_decay)
     constants = (beta1, beta2, eps, decays, decoupled, grad_scale, skip)
-    torch.ops.zero_fn.adamw_(*lists, step, rest.lr, *constants)
+    if copies is None and seed is None:
+        torch.ops.zero_fn.adamw_(*lists, step, rest.lr, *constants)
+        return
+    if copies is not None:
+        shapes = [tuple(x.shape) for x in copies], [tuple(x.shape) for x in params]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"copies have shapes {shapes[0]}, the parameters {shapes[1]}")
+    if seed is not None:
+        if seed.ndim or seed.dtype != torch.int64:
+            raise ValueError(
+                f"seed is a {seed.dtype} tensor of shape {tuple(seed.shape)}; write "
+                "torch.tensor(number), or torch.randint(2**62, ())"
+            )
+        for place, p in enumerate(params):
+            if p.dtype == torch.float16:
+                raise ValueError(
+                    f"leaf {place}: its parameter is float16, which is not rounded by chance; "
+                    "leave seed out or use bfloat16"
+                )
+    torch.ops.zero_fn.adamw_mixed_(*lists, list(copies or []), seed, step, rest.lr, *constants)
+
+
+# allow_in_graph: torch.compile over torch.func.jvp would not see the tangents.
+@torch.compiler.allow_in_graph
+def _refuse_derivatives(tensors: Sequence[Tensor]) -> None:
+    """An op in place would cut the graph of a reverse-mode derivative, and have no tangent."""
+    cure = "an update in place has no derivative: use fused_adamw, or call it"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(f"a tensor requires grad; {cure} under torch.no_grad()")
+    dual = forward_ad._current_level >= 0
+    if dual and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(f"a tensor has a forward-mode tangent (jvp); {cure} outside of jvp")
 
 
 class _Checked(NamedTuple):
@@ -345,6 +320,12 @@ def _checked(
             raise ValueError(
                 f"leaf {place}: parameter, gradient and moments have shapes {shapes}; they must "
                 "be equal"
+            )
+        dtypes = [x.dtype for x in leaf]
+        if not all(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(
+                f"leaf {place}: parameter, gradient and moments are {dtypes}; all must be real "
+                "floating-point tensors: leave other leaves out of the tree"
             )
     if isinstance(weight_decay, int | float):
         decays = (float(weight_decay),) * lengths[0]

@@ -17,20 +17,30 @@ Static = tuple[Any, ...]  # constants of a call: hashable, of Python's own types
 Run = Callable[..., tuple[Tensor, ...]]  # (static, *tensors) to tensors
 InDims = Sequence[int | None]
 Batch = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
+# (static, inputs, results, their gradients) to the inputs' gradients, None where there is none
+Backward = Callable[
+    [Static, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | None]
+]
 
 
-def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> Run:
+def differentiable(
+    run: Run, reference: Run, batch: Callable[[Run], Batch], backward: Backward | None = None
+) -> Run:
     """A function like ``run`` that torch.func and torch.compile differentiate and batch.
 
     Args:
         run: (static, *tensors) to tensors; calls a custom op that has a fake implementation.
-        reference: the same in plain torch: its vjp is the derivative, computed again from the
-            inputs, and its own derivatives are the further ones.
+        reference: the same in plain torch: without ``backward``, its vjp is the derivative,
+            computed again from the inputs, and its own derivatives are the further ones.
         batch: given the function itself, the batching rule: (static, in_dims, size, *tensors) to
             (results, their mapped dimensions).
+        backward: a derivative of its own; contiguous gradients come in. It is differentiated again,
+            and so calls plain torch, or functions that ``differentiable`` made.
 
     Forward-mode derivatives raise; they are not silently zero.
     """
+
+    own = backward
 
     class Kernel(torch.autograd.Function):
         @staticmethod
@@ -40,12 +50,17 @@ def differentiable(run: Run, reference: Run, batch: Callable[[Run], Batch]) -> R
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             ctx.static, *tensors = inputs
-            ctx.save_for_backward(*tensors)
+            ctx.count = len(tensors)
+            ctx.save_for_backward(*tensors, *(output if own else ()))
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
             # After vjp has returned, saved tensors are wrappers of a level that is gone.
-            saved = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+            kept = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+            saved, results = kept[: ctx.count], kept[ctx.count :]
+            if own is not None:
+                dense = [g.contiguous() for g in grads]  # a sum's have stride 0
+                return None, *own(ctx.static, saved, results, dense)
             places = [i for i, x in enumerate(saved) if x.is_floating_point()]
 
             def of_floating(*values: Tensor) -> tuple[Tensor, ...]:

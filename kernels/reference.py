@@ -48,3 +48,44 @@ def adamw_leaf(
         update = torch.where(keep, torch.zeros_like(update), update)
         m_, v_ = torch.where(keep, m.to(wide), m_), torch.where(keep, v.to(wide), v_)
     return update.to(p.dtype), m_.to(m.dtype), v_.to(v.dtype)
+
+
+def round_by_chance(x: Tensor, bits: Tensor) -> Tensor:
+    """float32 to bfloat16, to one of the two neighbours, so that the mean over ``bits`` is ``x``.
+
+    Args:
+        x: finite values; NaN and infinities stay what they are.
+        bits: random integers; their lowest 16 bits are used.
+    """
+    pattern = x.contiguous().view(torch.int32)
+    # & drops the sign's carry into the 64-bit sum; the lower half is dropped after the addition.
+    upper = (pattern.to(torch.int64) + (bits & 0xFFFF)) & 0xFFFF0000
+    rounded = (upper - ((upper >> 31) << 32)).to(torch.int32).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def philox_bits(seed: Tensor, leaf: int, shape: torch.Size) -> Tensor:
+    """32 random bits an element, in int64: Philox 4x32-7 (Salmon et al. 2011).
+
+    The counter is (element's place, 0 or its upper half, leaf, 0), the key is the seed, so that the
+    bits are those of the Triton kernel.
+    """
+    low = (1 << 32) - 1
+    place = torch.arange(shape.numel(), device=seed.device)
+    c0, c1 = place & low, place >> 32
+    c2, c3 = torch.full_like(place, leaf), torch.zeros_like(place)
+    k0, k1 = seed.to(torch.int64) & low, (seed.to(torch.int64) >> 32) & low
+    for _ in range(7):
+        high0, low0 = _wide_product(0xD2511F53, c0)
+        high1, low1 = _wide_product(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    return c0.reshape(shape)
+
+
+def _wide_product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of the product of two 32-bit numbers."""
+    upper, lower = b >> 16, b & 0xFFFF
+    first = a * lower  # below 2^48
+    second = a * upper + (first >> 16)  # below 2^49
+    return second >> 16, ((second & 0xFFFF) << 16) | (first & 0xFFFF)

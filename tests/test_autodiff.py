@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_fn as zf
 from zero_fn import tree
 
+from .memory import peak
 from .processes import run_on_processes
 
 
@@ -112,34 +112,6 @@ def test_errors(call: Callable[[], Any], message: str) -> None:
 
 
 # Memory
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of results that were alive at once, storages counted once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[Any, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree.leaves(out):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                self.alive[storage._cdata] = (
-                    torch.multiprocessing.reductions.StorageWeakRef(storage),
-                    storage.nbytes(),
-                )
-        self.alive = {k: (ref, n) for k, (ref, n) in self.alive.items() if not ref.expired()}
-        self.most = max(self.most, sum(n for _, n in self.alive.values()))
-        return out
-
-
-def peak(run: Callable[[], Any]) -> int:
-    with Peak() as counter:
-        run()
-    return counter.most
 
 
 def deep(blocks: int, width: int, wrap: Callable[..., Any] = lambda f: f) -> Any:

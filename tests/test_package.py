@@ -95,6 +95,7 @@ def test_the_public_names_are_these() -> None:
         *("add_decayed_weights", "apply_updates", "scale_by_adam", "scale_by_learning_rate"),
         *("constant", "warmup_cosine", "warmup_linear"),
         *("jit", "Program"),
+        *("pipeline_schedule", "check_schedule", "timeline", "partition"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }
@@ -106,6 +107,7 @@ def test_the_public_names_are_these() -> None:
 ROOMS = [
     "tree",
     "mesh",
+    "transport",
     "collectives",
     "ranks",
     "captures",
@@ -113,6 +115,7 @@ ROOMS = [
     "sharding",
     "accumulation",
     "testing",
+    "pipelining",
     "optim",
     "program",
     "passes",
@@ -158,9 +161,9 @@ def test_kernels_import_nothing_of_the_library() -> None:
             assert not any(name.split(".")[0] == "zero_fn" for name in names), path
 
 
-def test_only_collectives_and_mesh_speak_to_torch_distributed() -> None:
+def test_only_two_rooms_speak_of_torch_distributed() -> None:
     for path in (ROOT / "zero_fn").rglob("*.py"):
-        if path.stem not in ("mesh", "collectives", "train"):
+        if path.stem not in ("mesh", "train"):
             assert "distributed" not in path.read_text().replace("torch.distributed.checkpoint", "")
 
 
@@ -168,4 +171,4 @@ def test_only_collectives_and_mesh_speak_to_torch_distributed() -> None:
 def test_a_room_says_what_it_is_for_and_fits_on_a_few_pages(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 520, f"{path} wants splitting"
+    assert len(text.splitlines()) <= 400, f"{path} wants splitting"

@@ -29,6 +29,12 @@ from .autodiff import grad, grad_and_value, remat
 # ZeRO: cutting a tree over ranks, and putting it together.
 from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 
+# Pipeline schedules as data: build, check, time and draw them; cut layers into stages.
+from .pipelining.builders import pipeline_schedule
+from .pipelining.checking import check_schedule
+from .pipelining.partition import partition
+from .pipelining.timeline import timeline
+
 # Optimizers, as (init, update) pairs.
 from .optim import (
     Optimizer,
@@ -77,6 +83,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "chain",
+    "check_schedule",
     "clip_by_global_norm",
     "constant",
     "fit",
@@ -85,6 +92,8 @@ __all__ = [
     "grad",
     "grad_and_value",
     "jit",
+    "partition",
+    "pipeline_schedule",
     "pmean",
     "ppermute",
     "progress",
@@ -100,6 +109,7 @@ __all__ = [
     "shard",
     "spmd",
     "testing",
+    "timeline",
     "train_step",
     "unshard",
     "warmup_cosine",

@@ -15,8 +15,9 @@ that, and is JAX's current rule. The law that each obeys: ⟨f x, y⟩ = ⟨x, f
 
 The collectives are one ``autograd.Function``, because torch's own raise under ``torch.func.grad``
 and have a silent zero tangent under ``jvp``. Its ``forward`` is what a process does, its ``vmap``
-rule what the simulation does. Which vmap level is the axis' own is told by the axis' token, an
-input that is batched at that level and at no other. No other room moves data between ranks.
+rule what the simulation does; ``transport.py`` has both. Which vmap level is the axis' own is told
+by the axis' token, an input that is batched at that level and at no other. No other room moves data
+between ranks.
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 
 from .mesh import Axis, bound_axis
+from .transport import PROCESS, Static, simulate
 from .tree import Tensor
 
 AxisName = str | tuple[str, ...]
-Static = tuple[int, ...]
 
 _TRANSPOSE = {
     "psum": "pvary",
@@ -322,7 +323,7 @@ class _Collective(torch.autograd.Function):
     ) -> Tensor:
         if token is not None:
             raise RuntimeError(f"{kind} over {name!r}: a simulated axis outlived its spmd call")
-        return _PROCESS[kind](x, size, place, group, static)
+        return PROCESS[kind](x, size, place, group, static)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -364,7 +365,7 @@ class _Collective(torch.autograd.Function):
             assert batched is not None
             x = x.movedim(batched, -1)
             return _call(x, token, kind, name, size, place, group, static), -1
-        return _simulate(kind, name, x, batched, size, static)
+        return simulate(kind, name, x, batched, size, static)
 
 
 class _Invariant(torch.autograd.Function):
@@ -407,137 +408,3 @@ def _transposed(kind: str, static: Static) -> Static:
         pairs = zip(static[::2], static[1::2], strict=True)
         return tuple(rank for source, target in pairs for rank in (target, source))
     return static[::-1] if kind == "all_to_all" else static
-
-
-# What a process does. The raw functional collectives are nodes that compilers see.
-
-
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
-
-
-# Gloo and NCCL take no fp8 and no uint16; where data only moves, another dtype of the same width
-# carries the bits.
-_CARRIED = {
-    torch.uint16: torch.float16,
-    torch.float8_e4m3fn: torch.uint8,
-    torch.float8_e5m2: torch.uint8,
-}
-
-
-def _process_psum(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
-
-
-def _process_pvary(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    return x.view_as(x)
-
-
-def _process_all_gather(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    (dim,) = static
-    sent = x.movedim(dim, 0).contiguous()
-    sent = sent.view(_CARRIED.get(x.dtype, x.dtype))
-    gathered = _wait(torch.ops._c10d_functional.all_gather_into_tensor(sent, size, group))
-    return gathered.view(x.dtype).movedim(0, dim)
-
-
-def _process_psum_scatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    (dim,) = static
-    sent = x.movedim(dim, 0).contiguous()
-    reduced = torch.ops._c10d_functional.reduce_scatter_tensor(sent, "sum", size, group)
-    return _wait(reduced).movedim(0, dim)
-
-
-def _process_pscatter(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    (dim,) = static
-    length = x.shape[dim] // size
-    # A copy: a view would keep the whole of x alive.
-    return x.narrow(dim, place * length, length).clone(memory_format=torch.contiguous_format)
-
-
-def _process_exchange(
-    x: Tensor, sent: list[int], received: list[int], group: str
-) -> Tensor:  # dim 0 of x is what is split
-    carried = x.contiguous().view(_CARRIED.get(x.dtype, x.dtype))
-    out = torch.ops._c10d_functional.all_to_all_single(carried, received, sent, group)
-    return _wait(out).view(x.dtype)
-
-
-def _process_ppermute(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    targets = dict(zip(static[::2], static[1::2], strict=True))
-    sources = {target: source for source, target in targets.items()}
-    sent = [int(rank == targets.get(place)) for rank in range(size)]
-    received = [int(rank == sources.get(place)) for rank in range(size)]
-    row = x.unsqueeze(0) if any(sent) else x.unsqueeze(0)[:0]
-    out = _process_exchange(row, sent, received, group)
-    return out.squeeze(0) if any(received) else torch.zeros_like(x)
-
-
-def _process_all_to_all(x: Tensor, size: int, place: int, group: str, static: Static) -> Tensor:
-    split, concat = static
-    length = x.shape[split] // size
-    out = _process_exchange(x.movedim(split, 0), [length] * size, [length] * size, group)
-    parts = out.movedim(0, split).unflatten(split, (size, length))
-    return _merge(parts.movedim(split, 0), concat)
-
-
-_PROCESS = {
-    "psum": _process_psum,
-    "pvary": _process_pvary,
-    "all_gather": _process_all_gather,
-    "psum_scatter": _process_psum_scatter,
-    "all_gather_invariant": _process_all_gather,
-    "pscatter": _process_pscatter,
-    "ppermute": _process_ppermute,
-    "all_to_all": _process_all_to_all,
-}
-
-
-# What the simulation does, on the values of all ranks stacked along dimension 0. A result that is
-# the same on all ranks is held once: that is both the invariant bit and most of the speed.
-
-
-def _simulate(
-    kind: str, name: str, x: Tensor, batched: int | None, size: int, static: Static
-) -> tuple[Tensor, int | None]:
-    if kind == "pvary":
-        if batched is not None:
-            raise ValueError(_ALREADY_VARYING.format(kind="pvary", axis=name))
-        return x.view_as(x), None
-    if kind == "pscatter":
-        if batched is not None:
-            raise ValueError(_ALREADY_VARYING.format(kind="pscatter", axis=name))
-        (dim,) = static
-        parts = x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
-        return parts.clone(memory_format=torch.contiguous_format), 0
-    x = x.expand(size, *x.shape) if batched is None else x.movedim(batched, 0)
-    if kind == "psum":
-        return x.sum(0, dtype=x.dtype), None
-    if kind in ("all_gather", "all_gather_invariant"):
-        return _merge(x, static[0]), None
-    if kind == "psum_scatter":
-        (dim,) = static
-        total = x.sum(0, dtype=x.dtype)
-        return total.unflatten(dim, (size, total.shape[dim] // size)), dim
-    if kind == "ppermute":
-        sources = dict(zip(static[1::2], static[::2], strict=True))
-        rows = [
-            x[sources[rank]] if rank in sources else torch.zeros_like(x[0]) for rank in range(size)
-        ]
-        return torch.stack(rows), 0
-    split, concat = static
-    # (sender, ..., receiver, slice, ...) -> (receiver, sender, ..., slice, ...)
-    parts = x.unflatten(split + 1, (size, x.shape[split + 1] // size)).movedim(split + 1, 0)
-    return torch.stack([_merge(part, concat) for part in parts]), 0
-
-
-def _merge(parts: Tensor, dim: int) -> Tensor:
-    """(n, ...) to the n parts one after the other along ``dim`` of what follows."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
-
-
-_ALREADY_VARYING = (
-    "{kind} over {axis!r} takes a value that all ranks share, and got one that varies. "
-    "If this came up in a gradient, the result of a psum, pmean or all_gather_invariant over "
-    "{axis!r} met varying values: make it varying first, zf.pvary(x, {axis!r})"
-)

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .passes import Pass, own_results, update_in_place
+from .passes import BUILT_IN, Pass
 from .program import TENSOR, Program, Static, join, split, trace
 from .tree import Tensor
 
@@ -87,7 +87,7 @@ class Jitted:
     def trace(self, *args: Any) -> Program:
         """The program for these arguments, after all passes; runs nothing."""
         program = trace(self.f, args, self.donate)
-        for transform in (own_results, update_in_place, *self.passes):
+        for transform in (*BUILT_IN, *self.passes):
             program = transform(program)
         return program
 

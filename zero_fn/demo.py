@@ -40,7 +40,7 @@ class Options(NamedTuple):
 
     dp: int = 4
     stage: int = 3
-    steps: int = 200
+    steps: int = 150
     preset: str = "small"
     text: Path | None = None
 

@@ -6,8 +6,9 @@ trees of its arguments and results: what a jaxpr is to JAX.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,23 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import tree
+from .sharding import Sharded
 from .tree import Tensor, TreeDef
-
-_ALIASES = {
-    torch.ops.aten.alias.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.permute.default,
-    torch.ops.aten.select.int,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze.dims,
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-}
 
 
 class Static(NamedTuple):
@@ -60,6 +46,20 @@ class Collective(NamedTuple):
     calls: int
     bytes_in: int
     bytes_sent: int
+
+
+class Peak(NamedTuple):
+    """The most memory of a program.
+
+    Attributes:
+        bytes: what is alive at once, at most.
+        inputs: how much of it are the arguments.
+        operation: the operation that runs then.
+    """
+
+    bytes: int
+    inputs: int
+    operation: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,35 @@ class Program:
         return [
             Collective(_KIND[name], group, *counted) for (name, group), counted in found.items()
         ]
+
+    def memory_timeline(self) -> list[tuple[str, int]]:
+        """For each operation, its name and the bytes that are alive while it runs.
+
+        Inputs are alive throughout; what the operations make, from there to its last use. Views
+        count once, with what they look at.
+        """
+        nodes = [*self.graph_module.graph.nodes]
+        last: dict[Node, int] = {}
+        for place, node in enumerate(nodes):
+            for used in node.all_input_nodes:
+                last[base(used)] = last[used] = place
+        timeline, alive = [], sum(nbytes(node) for node in nodes if node.op == "placeholder")
+        ending: dict[int, int] = {}
+        for place, node in enumerate(nodes):
+            if node.op == "call_function" and not is_alias(node) and not _is_item(node):
+                for part, size in _parts(node):
+                    alive += size
+                    end = last.get(part, place)
+                    ending[end] = ending.get(end, 0) + size
+            timeline.append((_named(node), alive))
+            alive -= ending.get(place, 0)
+        return timeline
+
+    def peak(self) -> Peak:
+        """The most bytes that are alive at once, and the operation that runs then."""
+        operation, size = max(self.memory_timeline(), key=lambda entry: entry[1])
+        inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        return Peak(size, sum(map(nbytes, inputs)), operation)
 
     def __str__(self) -> str:
         return "\n".join(_line(node) for node in self.graph_module.graph.nodes)
@@ -172,11 +201,44 @@ def _describe(
     return tuple(names), tuple(donated)
 
 
+def is_alias(node: Node) -> bool:
+    """Whether a node's value looks at the memory of its first argument, or writes into it."""
+    if node.target is operator.getitem:
+        return is_alias(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return node.target in _UNDECLARED or bool(returns and returns[0].alias_info is not None)
+
+
+# Aliases that their schemas do not declare.
+_UNDECLARED = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+
+
 def base(node: Node) -> Node:
     """The node whose memory a chain of views looks at."""
-    while node.op == "call_function" and node.target in _ALIASES:
+    while node.op == "call_function" and is_alias(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def rebuilt(program: Program) -> Program:
+    """A program after a pass changed its graph."""
+    program.graph_module.graph.lint()
+    program.graph_module.recompile()
+    return replace(program)
+
+
+def sharded_inputs(program: Program) -> dict[Node, Sharded]:
+    """The inputs that are pieces of a tensor, with the nodes that say how they are cut."""
+    places = iter(node for node in program.graph_module.graph.nodes if node.op == "placeholder")
+    leaves = [next(places) if other is TENSOR else other for other in program.arguments.others]
+    arguments = tree.unflatten(program.arguments.treedef, leaves)
+    pieces = tree.leaves(arguments, lambda node: isinstance(node, Sharded))
+    return {piece.local: piece for piece in pieces if isinstance(piece, Sharded)}
 
 
 def nbytes(node: Any) -> int:
@@ -186,6 +248,24 @@ def nbytes(node: Any) -> int:
     return sum(
         math.prod(x.shape) * x.element_size() if isinstance(x, Tensor) else 0 for x in values
     )
+
+
+def _is_item(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _parts(node: Node) -> list[tuple[Node, int]]:
+    """What a node makes: itself, or each of its several results that is taken from it."""
+    value = node.meta.get("val")
+    if not isinstance(value, tuple | list):
+        return [(node, nbytes(node))]
+    taken = {user.args[1]: user for user in node.users if _is_item(user)}
+    sizes = [x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in value]
+    return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
+
+
+def _named(node: Node) -> str:
+    return f"{node.name} = {getattr(node.target, '__name__', node.target)}"
 
 
 def _line(node: Node) -> str:

@@ -70,12 +70,6 @@ def _adam(
         if not 0 <= beta < 1:
             raise ValueError(f"{name} is {beta}; it must be at least 0 and below 1")
 
-    def init(params: PyTree) -> AdamState:
-        zeros = tree.map(torch.zeros_like, params)
-        return AdamState(
-            torch.zeros((), dtype=torch.int64), zeros, tree.map(torch.zeros_like, params)
-        )
-
     def update(grads: PyTree, state: AdamState, params: PyTree) -> tuple[PyTree, AdamState]:
         from zero_fn.kernels import fused_adamw
 
@@ -97,7 +91,12 @@ def _adam(
         mu, nu = tree.unflatten(treedef, mu), tree.unflatten(treedef, nu)
         return tree.unflatten(treedef, updates), AdamState(step, mu, nu)
 
-    return Optimizer(init, update)
+    return Optimizer(_init, update)
+
+
+def _init(params: PyTree) -> AdamState:
+    mu, nu = (tree.map(torch.zeros_like, params) for _ in range(2))
+    return AdamState(torch.zeros((), dtype=torch.int64), mu, nu)
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
@@ -106,12 +105,6 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
     The update is mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps). Chained with
     ``scale_by_learning_rate`` it is Adam.
     """
-
-    def init(params: PyTree) -> AdamState:
-        zeros = tree.map(torch.zeros_like, params)
-        return AdamState(
-            torch.zeros((), dtype=torch.int64), zeros, tree.map(torch.zeros_like, params)
-        )
 
     def update(grads: PyTree, state: AdamState, params: PyTree) -> tuple[PyTree, AdamState]:
         step = state.step + 1
@@ -126,4 +119,4 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Opti
 
         return tree.map(direction, mu, nu), AdamState(step, mu, nu)
 
-    return Optimizer(init, update)
+    return Optimizer(_init, update)

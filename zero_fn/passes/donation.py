@@ -1,19 +1,12 @@
-"""Passes: functions from a program to a program.
+"""Donation: new state in the memory of the old, and results in memory of their own."""
 
-A pass changes how a step runs, never what it computes. ``zf.jit(step, passes=[...])`` runs a user's
-own after the built-in ones.
-"""
-
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .program import Program, base
-
-Pass = Callable[[Program], Program]
+from ..program import Program, base, rebuilt
 
 
 def own_results(program: Program) -> Program:
@@ -31,7 +24,7 @@ def own_results(program: Program) -> Program:
             for node in output.args[0]
         ]
     output.args = (results,)
-    return _rebuilt(program)
+    return rebuilt(program)
 
 
 def update_in_place(program: Program) -> Program:
@@ -49,7 +42,7 @@ def update_in_place(program: Program) -> Program:
             old, added = node.args
             if free.after(old, node) and _same(old, node) and not _shares(added, old):
                 _replaced(node, torch.ops.aten.add_.Tensor, (old, added))
-    return _rebuilt(program)
+    return rebuilt(program)
 
 
 def _adam_in_place(program: Program, node: Node) -> None:
@@ -160,9 +153,3 @@ def _copied(node: Node) -> Node:
     copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     return copy
-
-
-def _rebuilt(program: Program) -> Program:
-    program.graph_module.graph.lint()
-    program.graph_module.recompile()
-    return dataclasses.replace(program)

@@ -1,0 +1,165 @@
+"""Placement: each collective where its result is wanted, or its input complete.
+
+torch's backward runs the reductions of parameters that were gathered first, last: all gradients
+would be whole at the end of it. And a parameter that is gathered in the forward would stay whole
+until the backward. These passes move and repeat collectives; they change no number.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+from ..program import Program, base, is_alias, nbytes, rebuilt, sharded_inputs
+
+_REDUCTIONS = {
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+# What stands between a gradient and its reduction, or between a piece and its gather.
+_PREPARING = {
+    torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.slice_backward.default,  # padding's own
+}
+
+SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
+
+
+def reduce_early(program: Program) -> Program:
+    """Reduce each gradient as soon as it is complete, so that few are whole at once."""
+    graph = program.graph_module.graph
+    for node in [node for node in graph.nodes if node.target in _REDUCTIONS]:
+        chain = [*_prepared(node), node, *_waits(node)]
+        place = _last_input(graph, chain)
+        for part in chain:
+            place.append(part)
+            place = part
+    return rebuilt(program)
+
+
+def gather_late(program: Program) -> Program:
+    """Gather parameters where they are used; stage 3's again where they are used again.
+
+    A leaf whose scheme gathers at each use is whole from a use to the next only while no more than
+    two leaves of the largest size are; other leaves are gathered at their first use, once.
+    """
+    graph = program.graph_module.graph
+    again = {
+        node for node, piece in sharded_inputs(program).items() if piece.scheme.gather_at == "use"
+    }
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    uses: list[tuple[int, Node, Node]] = []
+    repeated: dict[Node, bool] = {}
+    for gather in [node for node in graph.nodes if node.target is _GATHER]:
+        source = _source(gather)
+        if source is not None:
+            repeated[gather] = source in again and nbytes(gather) >= SMALL
+            uses += [(order[use], use, gather) for use in _users_through_views(gather)]
+    room = 2 * max((nbytes(gather) for gather, often in repeated.items() if often), default=0)
+    held: dict[Node, dict[Node, Node]] = {}  # gather to what stands for its nodes now
+    for _, use, gather in sorted(uses, key=lambda entry: entry[0]):
+        if gather in held:
+            held[gather] = held.pop(gather)  # used last
+        else:
+            held[gather] = _copy_before(use, gather)
+            _let_go(held, repeated, room)
+        _redirect(use, gather, held[gather])
+    for gather in repeated:
+        _erase(gather)
+    return rebuilt(program)
+
+
+def _erase(node: Node) -> None:
+    """Remove a gather that nothing uses any more; waits count as effects, and would keep it."""
+    for user in list(node.users):
+        _erase(user)
+    node.graph.erase_node(node)
+
+
+def _let_go(held: dict[Node, dict[Node, Node]], repeated: dict[Node, bool], room: int) -> None:
+    """Forget the leaves that were not used for longest, until the rest have room."""
+    kept = [gather for gather in held if repeated[gather]]
+    while sum(nbytes(gather) for gather in kept) > room and len(kept) > 1:
+        del held[kept.pop(0)]
+
+
+def _copy_before(use: Node, gather: Node) -> dict[Node, Node]:
+    """A copy of a gather, with what prepares it, in front of a use."""
+    copies: dict[Node, Node] = {}
+    with use.graph.inserting_before(use):
+        for node in [*_prepared(gather), gather]:
+            copies[node] = _copy(node, copies)
+    return copies
+
+
+def _copy(node: Node, copies: dict[Node, Node]) -> Node:
+    def of(argument: Node) -> Node:
+        return copies.get(argument, argument)
+
+    return node.graph.node_copy(node, of)
+
+
+def _redirect(use: Node, gather: Node, copies: dict[Node, Node]) -> None:
+    """Let a use read the copy, through copies of the views between."""
+
+    def copied(node: Node) -> Node:
+        if node not in copies:
+            parent: Node = node.args[0]  # type: ignore[assignment]
+            copies[parent] = copied(parent)
+            with use.graph.inserting_before(use):
+                copies[node] = _copy(node, copies)
+        return copies[node]
+
+    for argument in use.all_input_nodes:
+        if base(argument) is gather:
+            use.replace_input_with(argument, copied(argument))
+
+
+def _users_through_views(node: Node) -> Iterator[Node]:
+    """The nodes that read a node's memory, past the views of it."""
+    for user in node.users:
+        if is_alias(user) and user.target is not torch.ops.aten.add_.Tensor:
+            yield from _users_through_views(user)
+        else:
+            yield user
+
+
+def _prepared(node: Node) -> list[Node]:
+    """What prepares the input of a collective and is used by nothing else, in order."""
+    found: list[Node] = []
+    source = node.args[0]
+    while (
+        isinstance(source, Node)
+        and (source.target in _PREPARING or is_alias(source))
+        and len(source.users) == 1
+    ):
+        found.insert(0, source)
+        source = source.args[0]
+    return found
+
+
+def _waits(node: Node) -> list[Node]:
+    return [user for user in node.users if user.target is _WAIT]
+
+
+def _source(gather: Node) -> Node | None:
+    """The argument of the program whose piece is gathered; None if it was computed."""
+    source = gather.args[0]
+    while isinstance(source, Node) and (source.target in _PREPARING or is_alias(source)):
+        source = source.args[0]
+    return source if isinstance(source, Node) and source.op == "placeholder" else None
+
+
+def _last_input(graph: Graph, chain: list[Node]) -> Node:
+    """The node after which everything that a chain reads exists."""
+    inputs = {argument for node in chain for argument in node.all_input_nodes} - set(chain)
+    last = None
+    for node in graph.nodes:
+        if node in inputs or node.op == "placeholder":
+            last = node
+    assert last is not None
+    return last
