@@ -197,6 +197,10 @@ CASES = [
 ]
 
 
+# Derivatives take longer: meshes where every branch is met once.
+FEW = [case for case in CASES if str(case.id).endswith((", 3", ", 1", "over b", "over both"))]
+
+
 @pytest.mark.parametrize(("name", "sizes", "axis"), CASES)
 def test_values_are_the_reference(name: str, sizes: dict[str, int], axis: Any) -> None:
     row = ROWS[name]
@@ -239,6 +243,20 @@ def of_map(row: Row, axis: Any) -> Callable[[Tensor], Tensor]:
     return zf.grad(lambda x: f(torch.stack([x, 3 * x])).sum())
 
 
+def outermost(row: Row, axis: Any) -> Callable[[Tensor], Tensor]:
+    """jvp(grad): a Hessian-vector product."""
+    return lambda x: torch.func.jvp(first(row, axis), (x,), (x.cos(),))[1]
+
+
+def twice(row: Row, axis: Any) -> Callable[[Tensor], Tensor]:
+    """jvp(jvp), whose inner tangent depends on x."""
+
+    def once(x: Tensor) -> Tensor:
+        return forward(row, axis)(x)
+
+    return lambda x: torch.func.jvp(once, (x,), (x.cos(),))[1]
+
+
 def forward(row: Row, axis: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.func.jvp(lambda x: row.call(x, axis).sin(), (x,), (x.cos(),))[1]
 
@@ -271,12 +289,17 @@ def reference_derivatives(row: Row, sizes: dict[str, int], axis: Any, x: Tensor)
         picked = [squares[g].sum() if row.takes_varying else squares[g[0]] for g in groups]
         return torch.stack(picked).sum()
 
+    def pushed(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: outputs(x).sin(), (x,), (x.cos(),))[1]
+
     return {
+        "outermost": torch.func.jvp(gradient, (x,), (x.cos(),))[1],
+        "twice": torch.func.jvp(pushed, (x,), (x.cos(),))[1],
         "first": gradient(x),
         "second": tied(torch.func.grad(norm)(x)),
         "mapped": torch.stack([gradient(x), gradient(2 * x), gradient(-x)], 2),
         "of_map": gradient(x) + 3 * gradient(3 * x),
-        "forward": torch.func.jvp(lambda x: outputs(x).sin(), (x,), (x.cos(),))[1],
+        "forward": pushed(x),
     }
 
 
@@ -286,10 +309,12 @@ DERIVED = {
     "mapped": mapped,
     "of_map": of_map,
     "forward": forward,
+    "outermost": outermost,
+    "twice": twice,
 }
 
 
-@pytest.mark.parametrize(("name", "sizes", "axis"), CASES)
+@pytest.mark.parametrize(("name", "sizes", "axis"), FEW)
 def test_derivatives_are_the_references(name: str, sizes: dict[str, int], axis: Any) -> None:
     row = ROWS[name]
     x = inputs(row, sizes, axis) / 8
@@ -352,44 +377,141 @@ def test_derivatives_around_the_ranks(name: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["first", "mapped"])
-@pytest.mark.parametrize("name", ROWS)
-def test_traces(name: str, kind: str) -> None:
-    run, x, want = derived_program(name, kind)
+def every_row(kind: str, names: Sequence[str]) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """One program of all the rows, since what is slow is to trace one, with what it should give."""
+    sizes, axis = {"a": 2}, "a"
+    x = inputs(ROWS["psum"], sizes, axis) / 8
+
+    def program(x: Tensor) -> dict[str, Tensor]:
+        own = x.index_select(0, zf.axis_index(axis).reshape(1)).squeeze(0)
+        given = {name: own if ROWS[name].takes_varying else x[0] for name in names}
+        found = {name: DERIVED[kind](ROWS[name], axis)(block) for name, block in given.items()}
+        return {name: zf.all_gather(out.unsqueeze(0), axis) for name, out in found.items()}
+
+    want = {
+        name: reference_derivatives(ROWS[name], sizes, axis, inputs(ROWS[name], sizes, axis) / 8)[
+            kind
+        ]
+        for name in names
+    }
+    return zf.spmd(program, zf.Mesh(**sizes), batch="replicated", data_axes=()), x, want
+
+
+# Not "twice": under make_fx torch's forward mode fails an assertion of its own, loudly.
+@pytest.mark.parametrize("kind", [kind for kind in DERIVED if kind != "twice"])
+def test_traces(kind: str) -> None:
+    run, x, want = every_row(kind, list(ROWS))
     torch.testing.assert_close(make_fx(run, tracing_mode="fake")(x)(x), want)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ROWS)
-def test_compiles(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        ("eager", "second"),
+        ("aot_eager", "mapped"),
+        ("aot_eager", "forward"),
+    ],
+)
+def test_compiles(backend: str, kind: str) -> None:
     torch._dynamo.reset()
-    run, x, want = derived_program(name, "first")
+    run, x, want = every_row(kind, list(ROWS))
     got = torch.compile(run, fullgraph=True, backend=backend)(x)
     torch.testing.assert_close(got, want)
 
 
 def test_compiles_with_inductor() -> None:
-    for name in ("psum", "psum_scatter"):
-        run, x, want = derived_program(name, "mapped")
-        torch.testing.assert_close(torch.compile(run, fullgraph=True)(x), want)
+    torch._dynamo.reset()
+    run, x, want = every_row("first", ["all_gather 1", "psum_scatter"])
+    torch.testing.assert_close(torch.compile(run, fullgraph=True)(x), want)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_an_abstract_rank_has_the_same_shapes(name: str) -> None:
-    row, sizes = ROWS[name], {"a": 3}
-    x = inputs(row, sizes, "a", torch.float32)
-    mesh = zf.Mesh(**sizes).abstract()
-    got = zf.spmd(lambda _, b: row.call(b, "a"), mesh, batch="local", data_axes=("a",))(None, x[0])
-    want = reference(row, sizes, "a", x)[0]
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    row = ROWS[name]
+    for sizes, axis in (({"a": 3}, "a"), ({"a": 2, "b": 3}, ("a", "b") if row.several else "b")):
+        x = inputs(row, sizes, axis, torch.float32)
+        mesh = zf.Mesh(**sizes).abstract()
+        run = zf.spmd(lambda b, a=axis: (row.call(b, a), first(row, a)(b)), mesh, data_axes=())
+        got, grad = run(x[0])
+        want = reference(row, sizes, axis, x)[0]
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert (grad.shape, grad.dtype) == (x[0].shape, x.dtype)
+
+
+# Dtypes, strides and sizes, in the simulation
+
+
+def simulated(row: Row, x: Tensor, f: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """What the collective, or ``f``, gives on two ranks that get their blocks as they are."""
+    f = f or (lambda b: row.call(b, "a"))
+    own = row.takes_varying
+    mesh, batch = zf.Mesh(a=2), "local" if own else "replicated"
+    run = zf.spmd(
+        lambda _, b: zf.all_gather(f(b).unsqueeze(0), "a"), mesh, batch=batch, data_axes=("a",)
+    )  # type: ignore[arg-type]
+    out: Tensor = run(None, x if own else x[0])
+    return out
+
+
+REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
+MOVED = (*REDUCED, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() or x.dtype == torch.uint16 else x.int()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_dtypes(name: str) -> None:
+    """Small whole numbers, exact in every dtype: sums in number dtypes, movement in all."""
+    row = ROWS[name]
+    dtypes = REDUCED if name.startswith("psum") else REDUCED[:3] if name == "pmean" else MOVED
+    for dtype in dtypes:
+        x = inputs(row, {"a": 2}, "a", torch.float32).round().clamp(0, 8).mul(2).to(dtype)
+        got, want = simulated(row, x), reference(row, {"a": 2}, "a", widened(x))
+        assert got.dtype == dtype
+        assert torch.equal(got.to(want.dtype), want), dtype
+
+
+STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "stride 0": lambda x: x[:, :1, :1].expand(x.shape),
+    "ranks last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+}
+
+
+@pytest.mark.parametrize("strides", STRANGE)
+@pytest.mark.parametrize("name", ROWS)
+def test_strides(name: str, strides: str) -> None:
+    row = ROWS[name]
+    x = STRANGE[strides](inputs(row, {"a": 2}, "a"))
+    torch.testing.assert_close(simulated(row, x), reference(row, {"a": 2}, "a", x))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 2, 1)])
+@pytest.mark.parametrize("name", ROWS)
+def test_empty_and_small_blocks(name: str, shape: tuple[int, ...]) -> None:
+    row = ROWS[name]
+    if name.endswith("-1") and "scatter" in name and shape[-1] == 1:
+        shape = (1, 2, 2)
+    x = inputs(row, {"a": 2}, "a").flatten(1)[:, : torch.Size(shape).numel()].reshape(2, *shape)
+    want = reference(row, {"a": 2}, "a", x)
+    assert torch.equal(simulated(row, x), want)
+    grad = simulated(row, x, first(row, "a"))
+    torch.testing.assert_close(grad, reference_derivatives(row, {"a": 2}, "a", x)["first"])
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "pvary", "ppermute"])
+def test_0_dim_values(name: str) -> None:
+    row, x = ROWS[name], torch.tensor([2.0, 2.0])
+    assert torch.equal(simulated(row, x), reference(row, {"a": 2}, "a", x))
 
 
 # Processes: everything in few calls, since tracing and starting cost more than the work.
 
 
-def check_on_processes(
-    sizes: dict[str, int], axis: Any, names: Sequence[str], compiled: Sequence[str] = ()
-) -> list[str]:
+def check_on_processes(sizes: dict[str, int], axis: Any, names: Sequence[str]) -> list[str]:
     """Values and derivatives on this mesh of processes; the names of what is wrong."""
     wrong = []
     for name in names:
@@ -402,28 +524,31 @@ def check_on_processes(
             got = on_all_ranks(sizes, derive(row, axis), axis, row.takes_varying, x)
             if not torch.allclose(got, want[kind], rtol=1e-9, atol=1e-9):
                 wrong.append(f"{name}, {kind}")
-        run, _ = everywhere(sizes, first(row, axis), axis, row.takes_varying)
-        if not torch.allclose(make_fx(run, tracing_mode="fake")(x)(x), want["first"]):
-            wrong.append(f"{name}, traced")
-        if name in compiled:
-            torch._dynamo.reset()
-            got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-            if not torch.allclose(got, want["first"]):
-                wrong.append(f"{name}, compiled")
+    return wrong
+
+
+def check_programs_on_processes() -> list[str]:
+    """The rows traced and compiled, all at once."""
+    torch._dynamo.reset()
+    wrong = []
+    run, x, want = every_row("first", list(ROWS))
+    for how, got in (
+        ("traced", make_fx(run, tracing_mode="fake")(x)(x)),
+        ("compiled", torch.compile(run, fullgraph=True, backend="aot_eager")(x)),
+    ):
+        wrong += [f"{k}, {how}" for k in want if not torch.allclose(got[k], want[k])]
     return wrong
 
 
 def check_dtypes_on_processes() -> list[str]:
     """Reductions in the number dtypes, movement in every dtype that a wire must carry."""
     wrong = []
-    reduced = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
-    moved = (*reduced, torch.bool, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)
     for name, dtypes in (
-        ("psum", reduced),
-        ("psum_scatter", reduced),
-        ("all_gather 1", moved),
-        ("ppermute", moved),
-        ("all_to_all 0 1", moved),
+        ("psum", REDUCED),
+        ("psum_scatter", REDUCED),
+        ("all_gather 1", MOVED),
+        ("ppermute", MOVED),
+        ("all_to_all 0 1", MOVED),
     ):
         row = ROWS[name]
         for dtype in dtypes:
@@ -433,10 +558,20 @@ def check_dtypes_on_processes() -> list[str]:
                 lambda _, b, row=row: row.call(b, "a"), mesh, batch="local", data_axes=("a",)
             )
             got = run(None, x[mesh.rank])
-            wide = x.float() if dtype.is_floating_point or dtype == torch.uint16 else x.int()
-            want = reference(row, {"a": 2}, "a", wide)[mesh.rank]
+            want = reference(row, {"a": 2}, "a", widened(x))[mesh.rank]
             if got.dtype != dtype or not torch.equal(got.to(want.dtype), want):
                 wrong.append(f"{name}, {dtype}")
+    for name, row in ROWS.items():
+        for strides, strange in STRANGE.items():
+            x = strange(inputs(row, {"a": 2}, "a"))
+            mesh = zf.Mesh(a=2)
+            run = zf.spmd(
+                lambda _, b, row=row: row.call(b, "a"), mesh, batch="local", data_axes=("a",)
+            )
+            if not torch.allclose(
+                run(None, x[mesh.rank]), reference(row, {"a": 2}, "a", x)[mesh.rank]
+            ):
+                wrong.append(f"{name}, {strides}")
     for shape in ((0, 4), (4, 0)):
         empty = torch.zeros(shape)
         run = zf.spmd(
@@ -451,8 +586,12 @@ def check_dtypes_on_processes() -> list[str]:
 
 
 def test_two_processes() -> None:
-    compiled = ["psum", "pvary", "all_gather 1", "psum_scatter", "pscatter", "all_to_all 0 1"]
-    for wrong in run_on_processes(2, check_on_processes, {"a": 2}, "a", list(ROWS), compiled):
+    for wrong in run_on_processes(2, check_on_processes, {"a": 2}, "a", list(ROWS)):
+        assert wrong == []
+
+
+def test_programs_on_two_processes() -> None:
+    for wrong in run_on_processes(2, check_programs_on_processes):
         assert wrong == []
 
 
@@ -506,6 +645,17 @@ def on_two(f: Callable[[Tensor], Tensor], x: Tensor | None = None) -> Any:
     ("f", "error", "message"),
     [
         (lambda x: zf.psum(x > 0, "dp"), TypeError, "psum of a bool tensor"),
+        (lambda x: zf.psum_scatter(x > 0, "dp"), TypeError, "psum_scatter of a bool tensor"),
+        (
+            lambda x: zf.psum(x.to(torch.float8_e5m2), "dp"),
+            TypeError,
+            r"psum of a tensor of dtype torch.float8_e5m2, which has no sum: .* x.float\(\)",
+        ),
+        (lambda x: zf.psum({"x": x}, "dp"), TypeError, r"psum takes a tensor, got \{'x'.*tree_map"),
+        (lambda x: zf.all_gather(1.0, "dp"), TypeError, r"all_gather takes a tensor, got 1.0"),
+        (lambda x: zf.psum(x, ("dp", "dp")), ValueError, r"\('dp', 'dp'\), .* axis twice"),
+        (lambda x: zf.ppermute(x, ("dp",), []), TypeError, r"ppermute goes over one mesh axis"),
+        (lambda x: zf.all_to_all(x, ("dp",)), TypeError, r"all_to_all goes over one mesh axis"),
         (lambda x: zf.pmean(x.int(), "dp"), TypeError, "pmean of a tensor of dtype torch.int32"),
         (lambda x: zf.psum(x, "tp"), NameError, r"unknown mesh axis 'tp'; the mesh has \['dp'\]"),
         (
@@ -527,7 +677,7 @@ def on_two(f: Callable[[Tensor], Tensor], x: Tensor | None = None) -> Any:
     ],
 )
 def test_refusals(f: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"(?s){message}"):
         on_two(f)
 
 

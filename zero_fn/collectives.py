@@ -51,11 +51,11 @@ def psum(x: Tensor, axis: AxisName) -> Tensor:
         axis: the name of a mesh axis, or several names: the sum over all of them.
 
     Raises:
-        TypeError: for a bool tensor.
+        TypeError: for what is no tensor, or a tensor of a dtype that has no sum (bool, fp8).
         NameError: for an axis that is not bound.
+        ValueError: for an axis that is named twice.
     """
-    if x.dtype == torch.bool:
-        raise TypeError("psum of a bool tensor: convert it to numbers first, x.int()")
+    _check_summed(x, "psum")
     for name in _names(axis):
         x = _apply("psum", x, name, ())
     return x
@@ -67,8 +67,10 @@ def pmean(x: Tensor, axis: AxisName) -> Tensor:
     Raises:
         TypeError: for an integer tensor, whose mean is no integer.
     """
+    _check_tensor(x, "pmean")
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"pmean of a tensor of dtype {x.dtype}: convert it first, x.float()")
+    _check_summed(x, "pmean")
     return psum(x, axis) / axis_size(axis)
 
 
@@ -81,6 +83,7 @@ def pvary(x: Tensor, axis: AxisName) -> Tensor:
     Raises:
         ValueError: in the simulation, if the value varies over the axis already.
     """
+    _check_tensor(x, "pvary")
     for name in _names(axis):
         x = _apply("pvary", x, name, ())
     return x
@@ -91,6 +94,7 @@ def all_gather(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
 
     Several axes: the first changes slowest, as in the rank.
     """
+    _check_tensor(x, "all_gather")
     for name in reversed(_names(axis)):
         x = _apply("all_gather", x, name, (_dim(x, dim),))
     return x
@@ -100,8 +104,10 @@ def psum_scatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """This rank's slice, along ``dim``, of the sum over the ranks; varying to varying.
 
     Raises:
+        TypeError: for a tensor of a dtype that has no sum (bool, fp8).
         ValueError: if the axis does not divide the dimension.
     """
+    _check_summed(x, "psum_scatter")
     for name in _names(axis):
         x = _apply("psum_scatter", x, name, (_divided(x, dim, name, "psum_scatter"),))
     return x
@@ -109,6 +115,7 @@ def psum_scatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
 
 def all_gather_invariant(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """Like :func:`all_gather`, for a result that is not used with varying values again."""
+    _check_tensor(x, "all_gather_invariant")
     for name in reversed(_names(axis)):
         x = _apply("all_gather_invariant", x, name, (_dim(x, dim),))
     return x
@@ -123,6 +130,7 @@ def pscatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
         ValueError: if the axis does not divide the dimension; in the simulation, if the value
             varies over the axis.
     """
+    _check_tensor(x, "pscatter")
     for name in _names(axis):
         x = _apply("pscatter", x, name, (_divided(x, dim, name, "pscatter"),))
     return x
@@ -141,7 +149,8 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     Raises:
         ValueError: if a rank is outside the axis, sends twice or receives twice.
     """
-    size = axis_size(axis)
+    _check_tensor(x, "ppermute")
+    size = bound_axis(_one(axis, "ppermute")).size
     for side, ranks in (("source", [s for s, _ in perm]), ("target", [t for _, t in perm])):
         if len(set(ranks)) != len(ranks) or any(not 0 <= rank < size for rank in ranks):
             raise ValueError(
@@ -163,6 +172,8 @@ def all_to_all(x: Tensor, axis: str, split: int = 0, concat: int = 0) -> Tensor:
     Raises:
         ValueError: if the axis does not divide the dimension ``split``.
     """
+    _check_tensor(x, "all_to_all")
+    _one(axis, "all_to_all")
     return _apply("all_to_all", x, axis, (_divided(x, split, axis, "all_to_all"), _dim(x, concat)))
 
 
@@ -205,7 +216,37 @@ def agreed(x: Tensor, axis: AxisName) -> Tensor:
 
 
 def _names(axis: AxisName) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis
+    if isinstance(axis, str):
+        return (axis,)
+    if len(set(axis)) != len(axis):
+        raise ValueError(f"axis is {axis!r}, which names a mesh axis twice; name each once")
+    return tuple(axis)
+
+
+def _one(axis: str, what: str) -> str:
+    if not isinstance(axis, str):
+        raise TypeError(f"{what} goes over one mesh axis, and axis is {axis!r}; name one, 'dp' say")
+    return axis
+
+
+def _check_tensor(x: Tensor, what: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{what} takes a tensor, got {x!r}; for a tree of tensors map over it, "
+            f"optree.tree_map(lambda x: zf.{what}(x, axis), tree), and for a number make it a "
+            "tensor, torch.tensor(x)"
+        )
+
+
+def _check_summed(x: Tensor, what: str) -> None:
+    _check_tensor(x, what)
+    if x.dtype == torch.bool:
+        raise TypeError(f"{what} of a bool tensor: convert it to numbers first, x.int()")
+    if x.dtype in _CARRIED:
+        raise TypeError(
+            f"{what} of a tensor of dtype {x.dtype}, which has no sum: convert it first, "
+            f"{'x.float()' if x.is_floating_point() else 'x.int()'}"
+        )
 
 
 def _dim(x: Tensor, dim: int) -> int:

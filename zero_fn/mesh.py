@@ -163,7 +163,7 @@ class Mesh:
         if world != self.size:
             source = "the process group" if dist.is_initialized() else "WORLD_SIZE"
             raise ValueError(
-                f"{self._sizes()} needs {self.size} processes, and there are {world} "
+                f"{self._sizes()} needs {_processes(self.size)}, and there are {world} "
                 f"(from {source}). Start it with `torchrun --nproc-per-node {self.size} ...`, "
                 "or simulate the ranks in one process: zf.Mesh(..., backend='simulated')"
             )
@@ -184,7 +184,12 @@ class Mesh:
             self._axes[name] = Axis(name, size, here[dim], group)
 
     def _sizes(self) -> str:
-        return "a mesh of " + " × ".join(f"{name} {size}" for name, size in self.shape.items())
+        sizes = " × ".join(f"{name} {size}" for name, size in self.shape.items())
+        return f"a mesh of {sizes or 'one rank'}"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" + "es" * (count != 1)
 
 
 _groups: dict[tuple[tuple[int, ...], ...], str] = {}

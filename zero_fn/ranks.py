@@ -120,9 +120,12 @@ def spmd(
         args = (state, *batches)
         found = placed_leaves(state)
         for leaf in found:
-            _check_stacked(leaf, mesh)
+            _check_stacked(leaf, "state", mesh)
         for number, (argument, placement) in enumerate(zip(batches, placements, strict=True), 1):
             inner = placed_leaves(argument, f"argument {number}")
+            for leaf in inner:
+                if leaf.placed:
+                    _check_stacked(leaf, "", mesh)
             found += [_place(leaf, placement, mesh, split_axes) for leaf in inner]
         return _RUN[mesh.interpreter](f, mesh, args, found, randomness)
 
@@ -130,6 +133,8 @@ def spmd(
 
 
 def _data_axes(mesh: Mesh, data_axes: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(data_axes, str):
+        data_axes = (data_axes,)
     if data_axes is None:
         strange = [n for n in mesh.shape if not n.startswith("dp") and n not in _MODEL_AXES]
         if strange:
@@ -195,9 +200,9 @@ def _place(leaf: Leaf, placement: BatchPlacement, mesh: Mesh, split_axes: tuple[
     return leaf._replace(value=x.narrow(0, index * length, length) if axes else x, axes=axes)
 
 
-def _check_stacked(leaf: Leaf, mesh: Mesh) -> None:
-    """Refuse state that was cut on another mesh."""
-    where = f"state at {leaf.path!r}" if leaf.path else "state"
+def _check_stacked(leaf: Leaf, what: str, mesh: Mesh) -> None:
+    """Refuse pieces that were cut on another mesh."""
+    where = " at ".join([what] * bool(what) + [repr(leaf.path)] * bool(leaf.path))
     for name in leaf.axes:
         if name not in mesh.shape:
             raise ValueError(f"{where} is cut over axis {name!r}, and the mesh has {[*mesh.shape]}")
@@ -247,12 +252,13 @@ def _run_simulated(
 ) -> Any:
     axes = [axis for axis in mesh.axes.values() if axis.size > 1]
     _, treedef = tree.flatten(args)
-    # The same tensor at two places stays one tensor inside, so that ties can be seen there.
-    slots: dict[int, int] = {}
+    # The same tensor at two places stays one tensor inside, so that ties can be seen there; but
+    # where it is the ranks' own at one place and shared at the other, it is two.
+    slots: dict[tuple[int, tuple[str, ...]], int] = {}
     tensors: list[Leaf] = []
     for leaf in found:
-        if isinstance(leaf.value, Tensor) and id(leaf.value) not in slots:
-            slots[id(leaf.value)] = len(tensors)
+        if isinstance(leaf.value, Tensor) and _slot(leaf) not in slots:
+            slots[_slot(leaf)] = len(tensors)
             tensors.append(leaf)
     results: list[Leaf] = []
     out_treedef: list[tree.TreeDef] = []
@@ -263,7 +269,7 @@ def _run_simulated(
             bound[axis.name] = axis._replace(token=token)
         with bind(bound):
             inner = [
-                values[slots[id(leaf.value)]] if isinstance(leaf.value, Tensor) else leaf.value
+                values[slots[_slot(leaf)]] if isinstance(leaf.value, Tensor) else leaf.value
                 for leaf in found
             ]
             out = f(*tree.unflatten(treedef, inner))
@@ -289,7 +295,10 @@ def _run_simulated(
         try:
             outs = mapped(tokens, [leaf.value for leaf in tensors])
         except RuntimeError as error:
-            raise _explained(error) from error
+            explained = _explained(error)
+            if explained is None:
+                raise
+            raise explained from error
     stacked = iter(outs)
     return tree.unflatten(
         out_treedef[0],
@@ -298,6 +307,10 @@ def _run_simulated(
             for leaf in results
         ],
     )
+
+
+def _slot(leaf: Leaf) -> tuple[int, tuple[str, ...]]:
+    return id(leaf.value), leaf.axes
 
 
 def _checked(leaf: Leaf, axes: Sequence[Axis]) -> Tensor:
@@ -330,23 +343,30 @@ _ADVICE = {
     "the result, outside the rank's program",
     "data-dependent control flow": "a branch on a value can differ from rank to rank; use "
     "torch.where(condition, a, b)",
+    "Cannot access data pointer": "a rank's tensor has no numbers of its own to hand out; keep it "
+    "a tensor, and read the value from the result, outside the rank's program",
     "inplace arithmetic": "the tensor it writes to is shared by all ranks; write "
-    "x = x + y instead of x += y",
+    "x = x + y instead of x += y, or make it like one that varies, torch.zeros_like(x)",
     "doesn't match the broadcast shape": "if an in-place operation wrote to a tensor that all "
     "ranks share, write x = x + y instead of x += y",
     "randomness": "say what random operations do: spmd(..., randomness='different') or 'same'",
     "Batching rule not implemented": "this operation has no batching rule; write it with others, "
     "or run the ranks as processes",
     "dynamic shape": "its shape depends on values; use a mask and torch.where",
+    "differently shaped Tensor": "its shape depends on values; use a mask and torch.where",
+    "running_mean": "its running statistics are shared by all ranks; keep none "
+    "(track_running_stats=False), or use one that needs none, such as a layer norm",
+    "supported yet": "this operation has no batching rule; write it with others, or run the ranks "
+    "as processes",
     "nonzero": "its shape depends on values; use a mask and torch.where",
 }
 
 
-def _explained(error: RuntimeError) -> RuntimeError:
+def _explained(error: RuntimeError) -> RuntimeError | None:
     text = str(error)
     advice = next((words for key, words in _ADVICE.items() if key in text), None)
     if advice is None:
-        return error
+        return None
     where = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/torch/" not in frame.filename and "/zero_fn/" not in frame.filename:

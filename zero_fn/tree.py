@@ -145,7 +145,8 @@ def register_dataclass(cls: _T, *, static: Sequence[str] = ()) -> _T:
             of one makes ``zf.jit`` trace again.
 
     Raises:
-        TypeError: if ``cls`` is no dataclass, or ``static`` names a field it does not have.
+        TypeError: if ``cls`` is no dataclass, has a field that is not in its ``__init__``, or
+            ``static`` names a field it does not have.
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"register_dataclass takes a dataclass, got {cls!r}; use @dataclass on it")
@@ -153,6 +154,12 @@ def register_dataclass(cls: _T, *, static: Sequence[str] = ()) -> _T:
     unknown = [name for name in static if name not in fields]
     if unknown:
         raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are {fields}")
+    apart = [field.name for field in dataclasses.fields(cls) if not field.init]
+    if apart:
+        raise TypeError(
+            f"{cls.__name__}: the field {apart[0]!r} is not in __init__, so the node could not be "
+            "built again from its fields; make it a property, or a field with init=True"
+        )
     names = tuple(name for name in fields if name not in static)
 
     register_node(
