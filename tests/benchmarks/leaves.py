@@ -2,7 +2,7 @@
 
 
 def gpt2_shapes(name: str) -> list[tuple[int, ...]]:
-    """``small`` has 124 M parameters, ``xl`` 1.5 B, ``tiny`` 4 K. Matrices have two dimensions."""
+    """``small`` has 124 M parameters, ``xl`` 1.5 B, ``tiny`` 2,664. Matrices are 2-dim."""
     layers, width, vocabulary, length = {
         "tiny": (2, 8, 97, 16),
         "small": (12, 768, 50257, 1024),
