@@ -1,0 +1,54 @@
+"""Benchmarks run to their end: on the smallest shapes, and without a GPU in the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-m", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_adam_on_a_cpu() -> None:
+    out = run("tests.benchmarks.adam", "--model", "tiny", "--repeats", "1", "--threads", "1")
+    assert "fused_adamw_" in out
+    assert "2,664 values" in out
+
+
+def test_gpu_without_a_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    out = run("tests.benchmarks.gpu", "--tiny", "--json", str(path), TRITON_INTERPRET="1")
+    assert "TB/s" in out
+    for rows in json.loads(path.read_text())["sections"].values():
+        assert rows
+        for row in rows:
+            # bf16 parameters that round by chance are off by up to a digit, 2^-7
+            limit = 2**-7 if "by chance" in row["what"] else 1e-6
+            assert row["error"] <= limit, row
+
+
+def test_gpu_says_what_to_write_without_one() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.gpu"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=1" in done.stderr
