@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+
+from .ops import plainly
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,19 +37,11 @@ class Blocks(NamedTuple):
 
 
 def with_real_tensors(f: Callable[P, T]) -> Callable[P, T]:
-    """``f`` on real CPU tensors, also where all is fake, traced or on another default device.
-
-    A layout is data, never part of a graph.
-    """
+    """``f`` on real CPU tensors wherever it is called: a layout is data, never part of a graph."""
 
     @functools.wraps(f)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with (
-            _disable_current_modes(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.device("cpu"),
-        ):
+        with plainly(), torch.no_grad(), torch.device("cpu"):
             return f(*args, **kwargs)
 
     return wrapped
@@ -112,6 +105,32 @@ def cleaned(patterns: list[Blocks], tiles: Tensor) -> tuple[list[Blocks], Tensor
         at += len(old)
         result.append(Blocks(keys[own != _ABSENT], own[own != _ABSENT]))
     return result, table
+
+
+def ended(
+    patterns: list[Blocks], tiles: Tensor, q_len: int, k_len: int, size: int
+) -> tuple[list[Blocks], Tensor]:
+    """The same blocks, with one form for masks that differ only past an end: seen there, if at all.
+
+    A tile of which nothing before the ends is seen becomes an empty one.
+    """
+    rows, columns = -(-q_len // size), max(-(-k_len // size), 1)
+    inside_rows, inside_columns = q_len - (rows - 1) * size, k_len - (columns - 1) * size
+    if inside_rows == inside_columns == size or not len(tiles):
+        return patterns, tiles
+    inner = arange(size)
+    every = torch.ones(size, dtype=torch.bool)
+    forms = [tiles]
+    for down in (every, inner < inside_rows):
+        for across in (every, inner < inside_columns):
+            inside = down[:, None] & across
+            some = (tiles & inside).flatten(1).any(1)
+            forms.append((tiles | ~inside) & some[:, None, None])
+    result = []
+    for keys, masks in patterns:
+        form = 1 + 2 * (keys // columns == rows - 1) + (keys % columns == columns - 1)
+        result.append(Blocks(keys, torch.where(masks < 0, masks, masks + form * len(tiles)).int()))
+    return result, torch.cat(forms)
 
 
 def combined(a: Blocks, b: Blocks, tiles: Tensor, union: bool) -> tuple[Blocks, Tensor]:

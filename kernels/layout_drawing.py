@@ -56,7 +56,7 @@ def plot(layout: "Layout", ax: Any, head: int) -> Any:
         vmin=0,
         vmax=1.25,
         interpolation="none",
-        extent=(0, layout.k_len, layout.q_len, 0),
+        extent=(0, max(layout.k_len, 1), max(layout.q_len, 1), 0),
     )
     ax.set_xlabel("key")
     ax.set_ylabel("query")

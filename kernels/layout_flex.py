@@ -84,7 +84,8 @@ def from_block_mask(block_mask: BlockMask) -> Layout:
         keys = (part[head] | whole[head]).flatten().nonzero().flatten()
         masks = torch.full_like(keys, -1, dtype=torch.int32)
         cut = (part[head] & ~whole[head]).flatten()[keys].nonzero().flatten()
-        for some in cut.split(max(1, _AT_ONCE // size**2)):
+        # An empty tensor splits into one empty part, which vmap refuses.
+        for some in filter(len, cut.split(max(1, _AT_ONCE // size**2))):
             rows, columns = keys[some] // shape[1], keys[some] % shape[1]
             found, which = distinct(_evaluated(block_mask, head, rows, columns, size))
             masks[some] = (len(tiles) + which).int()

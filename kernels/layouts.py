@@ -29,6 +29,7 @@ from .layout_blocks import (
     cleaned,
     combined,
     distinct,
+    ended,
     keys_of,
     rows_of,
     whole,
@@ -570,7 +571,7 @@ class Layout:
     def derived(self, name: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, computed once for each name and kept as long as the layout."""
         if name not in self._derived:
-            self._derived[name] = make()
+            self._derived[name] = with_real_tensors(make)()
         return self._derived[name]
 
     def _pattern(self, pattern: int) -> Blocks:
@@ -641,7 +642,7 @@ def from_blocks(
     tiles: Tensor,
 ) -> Layout:
     """The layout of these patterns, with equal ones joined and the table of tiles cleaned."""
-    patterns, tiles = cleaned(patterns, tiles)
+    patterns, tiles = cleaned(*ended(patterns, tiles, q_len, k_len, block))
     kept: dict[bytes, int] = {}
     place = []
     for keys, masks in patterns:

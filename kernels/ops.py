@@ -7,11 +7,14 @@ autograd, called by an ``autograd.Function`` with a ``vmap`` rule, whose ``apply
 function that Dynamo is told to leave alone. ``differentiable`` builds that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 Static = tuple[Any, ...]  # constants of a call: hashable, of Python's own types
 Run = Callable[..., tuple[Tensor, ...]]  # (static, *tensors) to tensors
@@ -24,7 +27,7 @@ Backward = Callable[[Static, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor
 
 def differentiable(
     run: Run,
-    reference: Run,
+    reference: Run | None,
     batch: Callable[[Run], Batch],
     backward: Backward | None = None,
     keep: Callable[[Static], Any] | None = None,
@@ -40,7 +43,7 @@ def differentiable(
         backward: a derivative of its own: (static, inputs, results, the results' gradients, which
             are contiguous) to the gradients of the inputs, None for one that has none. It is
             differentiated again, and so calls plain torch, or functions that ``differentiable``
-            made.
+            made. None, and no reference: there is no derivative, and asking for one raises.
         keep: what has to live until the backward, besides the tensors.
 
     Forward-mode derivatives raise; they are not silently zero.
@@ -75,6 +78,10 @@ def differentiable(
                             f"{tuple(saved[i].shape)}, which has none: detach() it"
                         )
                 return None, *given
+            if reference is None:
+                raise NotImplementedError(
+                    f"a further derivative of {run.__module__}, which has none"
+                )
             places = [i for i, x in enumerate(saved) if x.is_floating_point()]
 
             def of_floating(*values: Tensor) -> tuple[Tensor, ...]:
@@ -103,3 +110,17 @@ def leading(x: Tensor, dim: int | None, size: int) -> Tensor:
     if dim is None:
         return x.expand(size, *x.shape)
     return x if dim == 0 else x.movedim(dim, 0)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, torch computes numbers: nothing is traced, fake, batched or differentiated outside.
+
+    For what an op computes when it runs, and for constants that outlive the call.
+    """
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+    ):
+        yield

@@ -1,5 +1,7 @@
 """What the kernels compute, in plain torch: the tests' oracle, and the source of derivatives."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -89,3 +91,38 @@ def _wide_product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     first = a * lower  # below 2^48
     second = a * upper + (first >> 16)  # below 2^49
     return second >> 16, ((second & 0xFFFF) << 16) | (first & 0xFFFF)
+
+
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q kᵀ + bias) v over the keys that are seen, with all scores in memory.
+
+    Args:
+        q: (batch, heads, queries, size).
+        k: (batch, heads or a divisor of them, keys, size).
+        v: like ``k``.
+        seen: bool, broadcast to (batch, heads, queries, keys).
+        scale: the factor.
+        bias: added to the scores, broadcast likewise.
+
+    Returns:
+        The result, and the logarithm of the sum of exponentials (batch, heads, queries). A query
+        that sees nothing has 0 and -inf.
+    """
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if bias is not None:
+        scores = scores + bias
+    scores = scores.masked_fill(~seen, -math.inf)
+    if not scores.shape[-1]:
+        return (scores @ v), scores.sum(-1) - math.inf
+    top = scores.detach().amax(-1, keepdim=True)
+    top = torch.where(top == -math.inf, 0, top)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    nothing = total == 0
+    total = torch.where(nothing, 1, total)
+    log_sum = torch.where(nothing, -math.inf, total.log() + top)
+    return weights @ v / total, log_sum.squeeze(-1)

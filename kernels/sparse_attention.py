@@ -1,8 +1,8 @@
 """Block-sparse attention, with derivatives of both orders, on any device.
 
-Two ops, ``zero_fn::block_sparse_attention`` and its backward, which know a layout by its key. On a
-CPU they run by rows of torch's flash attention, on CUDA by Triton kernels, elsewhere in plain
-torch.
+Three ops, ``zero_fn::block_sparse_attention``, its backward and the backward of that, which know a
+layout by its key. On a CPU the first two run by rows of torch's flash attention, elsewhere in plain
+torch; so does the third everywhere.
 """
 
 import math
@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from . import attention_cpu
-from .attention_reference import attention_by_rows
+from . import attention_cpu, attention_rows
 from .layouts import Layout, find
 from .ops import Batch, Gradients, InDims, Run, Static, differentiable, leading
 
@@ -155,8 +154,7 @@ def _forward(
         )
     if q.device.type == "cpu":
         return attention_cpu.forward(q, k, v, bias, seen, scale)
-    out, log_sum = attention_by_rows(q, k, v, seen, scale, bias)
-    return out.contiguous(), log_sum.contiguous()
+    return attention_rows.forward(q, k, v, bias, seen, scale)
 
 
 @_forward.register_fake
@@ -190,8 +188,7 @@ def _backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.device.type == "cpu" and grad_log_sum is None:
         return attention_cpu.backward(grad, q, k, v, bias, out, log_sum, seen, scale)
-    grads = _vjp(seen, scale, bias, grad, grad_log_sum, q, k, v)
-    return tuple(x.contiguous() for x in grads)  # type: ignore[return-value]
+    return attention_rows.backward(grad, grad_log_sum, q, k, v, bias, seen, scale)
 
 
 @_backward.register_fake
@@ -213,86 +210,79 @@ def _(
     return q, k, v
 
 
-def _vjp(
-    layout: Layout,
-    scale: float,
-    bias: Tensor | None,
+@torch.library.custom_op("zero_fn::block_sparse_attention_double_backward", mutates_args=())
+def _double_backward(
+    cotangents: Sequence[Tensor],
     grad: Tensor,
     grad_log_sum: Tensor | None,
-    *qkv: Tensor,
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v in plain torch."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        out, log_sum = attention_by_rows(q, k, v, layout, scale, bias)
-        return (out,) if grad_log_sum is None else (out, log_sum)
-
-    with torch.enable_grad():
-        pullback: Any = torch.func.vjp(attend, *qkv)[1]
-        result: tuple[Tensor, ...] = pullback(
-            (grad,) if grad_log_sum is None else (grad, grad_log_sum)
-        )
-    return result
-
-
-# The forward, as the registration wants it: (static, q, k, v and the bias if there is one).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    seen = _seen(layout, causal)
+    if not q.numel() or not k.numel():
+        extra = [] if grad_log_sum is None else [grad_log_sum]
+        return [torch.zeros_like(x) for x in (q, k, v, grad, *extra)]
+    a, b, c = cotangents
+    return attention_rows.double_backward((a, b, c), grad, grad_log_sum, q, k, v, bias, seen, scale)
 
 
-def _run(static: Static, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+@_double_backward.register_fake
+def _(
+    cotangents: Sequence[Tensor],
+    grad: Tensor,
+    grad_log_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    causal: bool,
+    scale: float,
+) -> list[Tensor]:
+    _TRACED.setdefault(layout, find(layout))
+    inputs = (q, k, v, grad) if grad_log_sum is None else (q, k, v, grad, grad_log_sum)
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+
+
+# The ops as the registration wants them: (static, q, k, v, bias if there is one, and then: nothing;
+# results and gradients that count; gradients that count and three cotangents).
+
+
+def _run(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
     call = _Call(*static)
+    qkv, bias, _ = _parted(call, tensors)
     result: tuple[Tensor, ...] = torch.ops.zero_fn.block_sparse_attention(
-        q, k, v, bias[0] if bias else None, call.layout, call.causal, call.scale
+        *qkv, bias, call.layout, call.causal, call.scale
     )
     return result
 
 
-def _reference(
-    static: Static, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor
-) -> tuple[Tensor, ...]:
-    call = _Call(*static)
-    layout = _seen(call.layout, call.causal)
-    return attention_by_rows(q, k, v, layout, call.scale, bias[0] if bias else None)
-
-
-def _derivative(
+def _first(
     static: Static, inputs: Sequence[Tensor], results: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> Gradients:
     call = _Call(*static)
-    given = grads if call.with_log_sum else grads[:1]
-    found = _attend_backward(static, *inputs, *results, *given)
-    return *found, *([None] if call.with_bias else [])
-
-
-# The backward, likewise: (static, q, k, v, bias if any, results, gradients that count).
-
-
-class _Given(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    out: Tensor
-    log_sum: Tensor
-    grad: Tensor
-    grad_log_sum: Tensor | None
-
-
-def _given(call: _Call, tensors: Sequence[Any]) -> _Given:
-    rest = list(tensors)
-    q, k, v = (rest.pop(0) for _ in range(3))
-    bias = rest.pop(0) if call.with_bias else None
-    out, log_sum, grad = (rest.pop(0) for _ in range(3))
-    return _Given(q, k, v, bias, out, log_sum, grad, rest[0] if call.with_log_sum else None)
+    # A gradient may come in any memory layout, even with stride 0.
+    counted = [x.contiguous() for x in (grads if call.with_log_sum else grads[:1])]
+    # The results are functions of q, k and v: what depends on them is counted there.
+    known = [x.detach() for x in results]
+    return *_attend_backward(static, *inputs, *known, *counted), *_no_bias(call)
 
 
 def _run_backward(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
     call = _Call(*static)
-    x = _given(call, tensors)
-    # A gradient may come in any memory layout, even with stride 0.
+    qkv, bias, (out, log_sum, grad, *more) = _parted(call, tensors)
     result: tuple[Tensor, ...] = torch.ops.zero_fn.block_sparse_attention_backward(
-        x.grad.contiguous(),
-        None if x.grad_log_sum is None else x.grad_log_sum.contiguous(),
-        *x[:6],
+        grad,
+        more[0] if more else None,
+        *qkv,
+        bias,
+        out,
+        log_sum,
         call.layout,
         call.causal,
         call.scale,
@@ -300,11 +290,42 @@ def _run_backward(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
     return result
 
 
-def _reference_backward(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _second(
+    static: Static, inputs: Sequence[Tensor], results: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Gradients:
     call = _Call(*static)
-    x = _given(call, tensors)
-    layout = _seen(call.layout, call.causal)
-    return _vjp(layout, call.scale, x.bias, x.grad, x.grad_log_sum, x.q, x.k, x.v)
+    qkv, bias, (_, _, *first) = _parted(call, inputs)
+    extra = [] if bias is None else [bias]
+    dq, dk, dv, *rest = _attend_double_backward(static, *qkv, *extra, *first, *grads)
+    return dq, dk, dv, *_no_bias(call), None, None, *rest
+
+
+def _run_double_backward(static: Static, *tensors: Tensor) -> tuple[Tensor, ...]:
+    call = _Call(*static)
+    qkv, bias, rest = _parted(call, tensors)
+    found = torch.ops.zero_fn.block_sparse_attention_double_backward(
+        rest[-3:],
+        rest[0],
+        rest[1] if call.with_log_sum else None,
+        *qkv,
+        bias,
+        call.layout,
+        call.causal,
+        call.scale,
+    )
+    return tuple(found)
+
+
+def _parted(
+    call: _Call, tensors: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor]]:
+    """q, k and v, the bias or None, and what follows."""
+    rest = tensors[4:] if call.with_bias else tensors[3:]
+    return tensors[:3], tensors[3] if call.with_bias else None, rest
+
+
+def _no_bias(call: _Call) -> list[None]:
+    return [None] if call.with_bias else []
 
 
 def _batch(call: Run) -> Batch:
@@ -336,5 +357,6 @@ def _keep(static: Static) -> Layout:
     return find(_Call(*static).layout)
 
 
-_attend = differentiable(_run, _reference, _batch, _derivative, _keep)
-_attend_backward = differentiable(_run_backward, _reference_backward, _batch, keep=_keep)
+_attend = differentiable(_run, None, _batch, _first, _keep)
+_attend_backward = differentiable(_run_backward, None, _batch, _second, _keep)
+_attend_double_backward = differentiable(_run_double_backward, None, _batch, None, _keep)

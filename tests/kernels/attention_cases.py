@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels import Layout
-from zero_fn.kernels.attention_reference import attention_formula
+from zero_fn.kernels.reference import attention_formula
 
 
 class Case(NamedTuple):
