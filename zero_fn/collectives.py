@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from .mesh import Axis, bound_axis
-from .transport import PROCESS, Static, simulate
+from .transport import CARRIED, PROCESS, Static, simulate
 from .tree import Tensor
 
 AxisName = str | tuple[str, ...]
@@ -242,7 +242,7 @@ def _check_summed(x: Tensor, what: str) -> None:
     _check_tensor(x, what)
     if x.dtype == torch.bool:
         raise TypeError(f"{what} of a bool tensor: convert it to numbers first, x.int()")
-    if x.dtype in _CARRIED:
+    if x.dtype in CARRIED:
         raise TypeError(
             f"{what} of a tensor of dtype {x.dtype}, which has no sum: convert it first, "
             f"{'x.float()' if x.is_floating_point() else 'x.int()'}"

@@ -20,7 +20,7 @@ def _wait(x: Tensor) -> Tensor:
 
 # Gloo and NCCL take no fp8 and no uint16; where data only moves, another dtype of the same width
 # carries the bits.
-_CARRIED = {
+CARRIED = {
     torch.uint16: torch.float16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
@@ -28,7 +28,7 @@ _CARRIED = {
 
 
 def _carried(x: Tensor) -> Tensor:
-    return x.view(_CARRIED[x.dtype]) if x.dtype in _CARRIED else x
+    return x.view(CARRIED[x.dtype]) if x.dtype in CARRIED else x
 
 
 def _delivered(x: Tensor, dtype: torch.dtype) -> Tensor:
