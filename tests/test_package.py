@@ -171,4 +171,4 @@ def test_only_two_rooms_speak_of_torch_distributed() -> None:
 def test_a_room_says_what_it_is_for_and_fits_on_a_few_pages(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 400, f"{path} wants splitting"
+    assert len(text.splitlines()) <= 420, f"{path} wants splitting"
