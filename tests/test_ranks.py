@@ -323,7 +323,7 @@ def test_a_mesh_that_does_not_fit_the_processes() -> None:
         assert "a mesh of dp 3 needs 3 processes, and there are 2" in said[0]
         assert "torchrun --nproc-per-node 3" in said[0]
         assert "backend='simulated'" in said[0]
-        assert "a mesh of dp 1 needs 1 processes" in said[1]
+        assert "a mesh of dp 1 needs 1 process," in said[1]
 
 
 def rank_that_fails(failing: int) -> None:
