@@ -10,6 +10,9 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 
+from zero_fn import autodiff
+
+from .memory import peak
 from .processes import run_on_processes
 
 
@@ -57,6 +60,55 @@ def test_torchs_functional_collectives_under_torch_func() -> None:
         assert said["jvp"] == "[0.0, 0.0]", tell(
             f"the raw all-reduce has no silent zero tangent any more: {said}"
         )
+
+
+def gathered_on_gloo() -> dict[str, str]:
+    """What becomes of each dtype in a raw all-gather."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    said = {}
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint8):
+        try:
+            out = torch.ops._c10d_functional.all_gather_into_tensor(
+                torch.ones(2).to(dtype), 2, dist.group.WORLD.group_name
+            )
+            torch.ops._c10d_functional.wait_tensor(out)
+            said[str(dtype)] = "gathered"
+        except RuntimeError as error:
+            said[str(dtype)] = str(error)
+    return said
+
+
+def test_gloo_carries_no_fp8_and_no_uint16() -> None:
+    for said in run_on_processes(2, gathered_on_gloo):
+        assert said.pop("torch.uint8") == "gathered"
+        assert all("Invalid scalar type" in what for what in said.values()), tell(
+            f"Gloo carries more dtypes: {said}; CARRIED of transport.py may shrink"
+        )
+
+
+def test_incoming_gradients_have_stride_0() -> None:
+    """The backward of a collective makes them contiguous."""
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = x.clone()
+    y.register_hook(lambda grad: seen.append(grad.stride()))
+    y.sum().backward()
+    assert seen == [(0,)], tell("the gradient of a sum has memory of its own")
+
+
+def test_torch_func_grad_keeps_what_a_pullback_frees() -> None:
+    """autodiff.py differentiates by vjp without keeping the graph."""
+
+    def f(x: Tensor) -> Tensor:
+        for _ in range(16):
+            x = x.sin()
+        return x.sum()
+
+    x = torch.randn(1 << 16)
+    kept, freed = peak(lambda: torch.func.grad(f)(x)), peak(lambda: autodiff.grad(f)(x))
+    assert kept > 1.4 * freed, tell(
+        f"torch.func.grad needs {kept} bytes where vjp needs {freed}; autodiff.grad may be it"
+    )
 
 
 class Doubled(torch.autograd.Function):
