@@ -27,8 +27,9 @@ class RankError(AssertionError):
 class ProcessPool:
     """``size`` processes, one thread each, joined in one Gloo group when a mesh first asks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, time_limit: float = TIME_LIMIT) -> None:
         self.size = size
+        self.time_limit = time_limit
         context = get_context("spawn")
         port = _free_port()
         self.pipes: list[Connection] = []
@@ -54,7 +55,7 @@ class ProcessPool:
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(enumerate(self.pipes))
-        deadline = time.monotonic() + TIME_LIMIT
+        deadline = time.monotonic() + self.time_limit
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             if not ready:

@@ -11,7 +11,15 @@ from torch import Tensor
 import zero_fn as zf
 from zero_fn import tree
 from zero_fn.models import gpt
-from zero_fn.passes import BUILT_IN, Pass, gather_late, placement, reduce_early
+from zero_fn.passes import (
+    BUILT_IN,
+    Pass,
+    bucketing,
+    gather_late,
+    overlapping,
+    placement,
+    reduce_early,
+)
 from zero_fn.program import Program, base, trace
 
 from .memory import peak
@@ -32,12 +40,13 @@ def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def every_leaf_counts() -> Iterator[None]:
-    """Let gather_late repeat the gathers of small leaves as well."""
-    before, placement.SMALL = placement.SMALL, 0
+    """Treat small leaves like large ones: gathered again, one by one, and as late as may be."""
+    before = placement.SMALL, bucketing.LARGE, overlapping.AHEAD, overlapping.UNDER_WAY
+    placement.SMALL = bucketing.LARGE = overlapping.AHEAD = overlapping.UNDER_WAY = 0
     try:
         yield
     finally:
-        placement.SMALL = before
+        placement.SMALL, bucketing.LARGE, overlapping.AHEAD, overlapping.UNDER_WAY = before
 
 
 def stepped(mesh: zf.Mesh, stage: int, microbatches: int = 1) -> tuple[Any, Any]:

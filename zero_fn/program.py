@@ -112,7 +112,8 @@ class Program:
         nodes = [*self.graph_module.graph.nodes]
         last: dict[Node, int] = {}
         for place, node in enumerate(nodes):
-            for used in node.all_input_nodes:
+            sent = node.args[0].all_input_nodes if node.target is _WAIT else []
+            for used in [*node.all_input_nodes, *sent]:  # what travels is held until it is there
                 last[base(used)] = last[used] = place
         timeline, alive = [], sum(nbytes(node) for node in nodes if node.op == "placeholder")
         ending: dict[int, int] = {}
@@ -211,10 +212,12 @@ def is_alias(node: Node) -> bool:
     return node.target in _UNDECLARED or bool(returns and returns[0].alias_info is not None)
 
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 # Aliases that their schemas do not declare.
 _UNDECLARED = {
     torch.ops.aten._unsafe_view.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    _WAIT,
 }
 
 

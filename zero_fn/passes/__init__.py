@@ -7,12 +7,36 @@ own after the built-in ones.
 from collections.abc import Callable
 
 from ..program import Program
+from .bucketing import bucket
 from .donation import own_results, update_in_place
+from .lowering import exchange_on_gloo, reduce_in_place
+from .overlapping import overlap
 from .placement import gather_late, reduce_early
 
 Pass = Callable[[Program], Program]
 
-# In this order. Reductions move first, so that gathers know which gradients are gone.
-BUILT_IN: tuple[Pass, ...] = (own_results, reduce_early, gather_late, update_in_place)
+# In this order. Reductions move first, so that gathers know which gradients are gone; what writes
+# into memory comes after what moves reads of it.
+BUILT_IN: tuple[Pass, ...] = (
+    own_results,
+    reduce_early,
+    gather_late,
+    bucket,
+    overlap,
+    update_in_place,
+    reduce_in_place,
+    exchange_on_gloo,
+)
 
-__all__ = ["BUILT_IN", "Pass", "gather_late", "own_results", "reduce_early", "update_in_place"]
+__all__ = [
+    "BUILT_IN",
+    "Pass",
+    "bucket",
+    "exchange_on_gloo",
+    "gather_late",
+    "overlap",
+    "own_results",
+    "reduce_early",
+    "reduce_in_place",
+    "update_in_place",
+]

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from ..program import Program, base, rebuilt
+from .graphs import WAIT
 
 
 def own_results(program: Program) -> Program:
@@ -112,8 +113,10 @@ class _Free:
         self.order = {node: place for place, node in enumerate(nodes)}
         self.readers: dict[Node, list[Node]] = {node: [] for node in nodes}
         for node in nodes:
-            for used in node.all_input_nodes:
-                if base(node) is node:  # a view reads nothing by itself
+            # A wait ends the reading of what its collective sends; a view reads nothing itself.
+            reading = node.args[0] if node.target is WAIT else node
+            if base(node) is node or node.target is WAIT:
+                for used in reading.all_input_nodes:
                     self.readers[base(used)].append(node)
 
     def after(self, old: object, node: Node, besides: Node | None = None) -> bool:

@@ -5,26 +5,10 @@ would be whole at the end of it. And a parameter that is gathered in the forward
 until the backward. These passes move and repeat collectives; they change no number.
 """
 
-from collections.abc import Iterator
-
-import torch
 from torch.fx import Graph, Node
 
-from ..program import Program, base, is_alias, nbytes, rebuilt, sharded_inputs
-
-_REDUCTIONS = {
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-}
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-# What stands between a gradient and its reduction, or between a piece and its gather.
-_PREPARING = {
-    torch.ops.aten.constant_pad_nd.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.slice_backward.default,  # padding's own
-}
+from ..program import Program, base, nbytes, rebuilt, sharded_inputs
+from .graphs import ALL_GATHER, REDUCTIONS, WAIT, origin, prepared, readers
 
 SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 
@@ -32,8 +16,8 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 def reduce_early(program: Program) -> Program:
     """Reduce each gradient as soon as it is complete, so that few are whole at once."""
     graph = program.graph_module.graph
-    for node in [node for node in graph.nodes if node.target in _REDUCTIONS]:
-        chain = [*_prepared(node), node, *_waits(node)]
+    for node in [node for node in graph.nodes if node.target in REDUCTIONS]:
+        chain = [*prepared(node), node, *_waits(node)]
         place = _last_input(graph, chain)
         for part in chain:
             place.append(part)
@@ -54,11 +38,11 @@ def gather_late(program: Program) -> Program:
     order = {node: place for place, node in enumerate(graph.nodes)}
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
-    for gather in [node for node in graph.nodes if node.target is _GATHER]:
-        source = _source(gather)
-        if source is not None:
+    for gather in [node for node in graph.nodes if node.target is ALL_GATHER]:
+        source = origin(gather)
+        if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL
-            uses += [(order[use], use, gather) for use in _users_through_views(gather)]
+            uses += [(order[use], use, gather) for use in readers(gather)]
     room = 2 * max((nbytes(gather) for gather, often in repeated.items() if often), default=0)
     held: dict[Node, dict[Node, Node]] = {}  # gather to what stands for its nodes now
     for _, use, gather in sorted(uses, key=lambda entry: entry[0]):
@@ -91,7 +75,7 @@ def _copy_before(use: Node, gather: Node) -> dict[Node, Node]:
     """A copy of a gather, with what prepares it, in front of a use."""
     copies: dict[Node, Node] = {}
     with use.graph.inserting_before(use):
-        for node in [*_prepared(gather), gather]:
+        for node in [*prepared(gather), gather]:
             copies[node] = _copy(node, copies)
     return copies
 
@@ -119,39 +103,8 @@ def _redirect(use: Node, gather: Node, copies: dict[Node, Node]) -> None:
             use.replace_input_with(argument, copied(argument))
 
 
-def _users_through_views(node: Node) -> Iterator[Node]:
-    """The nodes that read a node's memory, past the views of it."""
-    for user in node.users:
-        if is_alias(user) and user.target is not torch.ops.aten.add_.Tensor:
-            yield from _users_through_views(user)
-        else:
-            yield user
-
-
-def _prepared(node: Node) -> list[Node]:
-    """What prepares the input of a collective and is used by nothing else, in order."""
-    found: list[Node] = []
-    source = node.args[0]
-    while (
-        isinstance(source, Node)
-        and (source.target in _PREPARING or is_alias(source))
-        and len(source.users) == 1
-    ):
-        found.insert(0, source)
-        source = source.args[0]
-    return found
-
-
 def _waits(node: Node) -> list[Node]:
-    return [user for user in node.users if user.target is _WAIT]
-
-
-def _source(gather: Node) -> Node | None:
-    """The argument of the program whose piece is gathered; None if it was computed."""
-    source = gather.args[0]
-    while isinstance(source, Node) and (source.target in _PREPARING or is_alias(source)):
-        source = source.args[0]
-    return source if isinstance(source, Node) and source.op == "placeholder" else None
+    return [user for user in node.users if user.target is WAIT]
 
 
 def _last_input(graph: Graph, chain: list[Node]) -> Node:
