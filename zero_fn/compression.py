@@ -1,0 +1,470 @@
+"""Compressed communication: the mean of the ranks' gradients in few bytes, with error feedback.
+
+``compress`` takes each rank's own gradients, puts all leaves into one bucket, and exchanges it in
+two phases, one collective each (arXiv 2102.02888, section 4.2). First every rank encodes the bucket
+and sends each owner its piece (all-to-all); the owner averages what it got, encodes the average and
+sends it to all (all-gather). What a code loses is added to the next step's values, at the sender
+and at the owner alike, so that over time nothing is lost: the sum of the means that came out is the
+sum of the true means, less the last feedback.
+
+PowerSGD sums thin factors of the matrices instead, also in two collectives.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from . import tree
+from .codecs import BLOCK, Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
+from .collectives import (
+    all_gather_invariant,
+    all_to_all,
+    axis_size,
+    pmean,
+    pscatter,
+    psum,
+    pvary,
+)
+from .sharding import Sharded, Tied, is_piece
+from .tree import PyTree, Tensor
+
+
+class _Place(NamedTuple):
+    """The static fields of a tensor of each rank's own."""
+
+    axis: str
+    shape: tuple[int, ...]
+
+
+class PerRank:
+    """A pytree node: a tensor that each rank of an axis has of its own.
+
+    Outside ``spmd``, in the simulation, ``local`` holds those of all ranks, stacked along a leading
+    dimension.
+
+    Attributes:
+        local: this rank's tensor.
+        axis: the mesh axis.
+        shape: the shape of one rank's tensor.
+    """
+
+    __slots__ = ("axis", "local", "shape")
+    __zero_fn_placed__ = True
+
+    def __init__(self, local: Any, axis: str, shape: tuple[int, ...]) -> None:
+        self.local, self.axis, self.shape = local, axis, shape
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which ``local`` differs from rank to rank."""
+        return (self.axis,)
+
+    def like(self, local: Tensor) -> "PerRank":
+        """Another one of the same shape."""
+        return PerRank(local, self.axis, self.shape)
+
+    def __repr__(self) -> str:
+        return f"PerRank({list(self.shape)} of each rank of {self.axis})"
+
+
+tree.register_node(
+    PerRank,
+    lambda node: ((node.local,), _Place(node.axis, node.shape)),
+    lambda place, parts: PerRank(parts[0], *place),
+    lambda place: ("local",),
+)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """What compression left over so far; made by :func:`compression_state`.
+
+    Attributes:
+        sent: what this rank's own codes lost.
+        owned: what the codes of the averages lost that this rank owns; None with PowerSGD.
+        factors: PowerSGD's right factors, else an empty tuple.
+        finite: whether the last gradients of all ranks were finite, a 0-dim bool. If they were
+            not, the feedback is that of the step before, and the mean is not to be used.
+        method: the codec.
+        shapes: the shapes of the leaves it was made for.
+    """
+
+    sent: PerRank
+    owned: PerRank | None
+    factors: tuple[Tensor, ...]
+    finite: Tensor
+    method: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+
+tree.register_dataclass(ErrorFeedback, static=("method", "shapes"))
+
+
+class Bucket(NamedTuple):
+    """How leaves lie in one flat tensor, each padded to whole blocks.
+
+    Attributes:
+        shapes: the leaves' shapes.
+        dtype: of the bucket: float64 if a leaf is, else float32.
+        ranks: the bucket has a multiple of this many blocks.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    ranks: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """The padded length of each leaf."""
+        return [-(-math.prod(shape) // BLOCK) * BLOCK for shape in self.shapes]
+
+    @property
+    def length(self) -> int:
+        """The values of the bucket, padding and all."""
+        step = BLOCK * self.ranks
+        return -(-sum(self.sizes) // step) * step
+
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The leaves in one flat tensor, zeros between them."""
+        parts = [
+            torch.nn.functional.pad(leaf.reshape(-1).to(self.dtype), (0, size - leaf.numel()))
+            for leaf, size in zip(leaves, self.sizes, strict=True)
+        ]
+        rest = self.length - sum(self.sizes)
+        if rest:
+            parts.append(torch.zeros(rest, dtype=self.dtype, device=leaves[0].device))
+        return torch.cat(parts)
+
+    def unpack(self, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
+        """The leaves again."""
+        leaves, start = [], 0
+        for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
+            leaf = flat[start : start + math.prod(shape)].view(shape)
+            leaves.append(leaf if dtypes is None else leaf.to(dtypes[number]))
+            start += size
+        return leaves
+
+    def counts(self, device: torch.device) -> Tensor:
+        """How many values of each block are real, (length / BLOCK,) int32."""
+        real = torch.zeros(self.length // BLOCK, dtype=torch.int32, device=device)
+        start = 0
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
+            blocks, n = size // BLOCK, math.prod(shape)
+            if blocks:
+                real[start : start + blocks] = BLOCK
+                if n % BLOCK:
+                    real[start + blocks - 1] = n % BLOCK
+            start += blocks
+        return real
+
+
+def bucket_of(leaves: Sequence[Any], axis: str) -> Bucket:
+    """The bucket of leaves, which are whole tensors or pieces. Call it inside ``spmd``."""
+    wide = any(leaf.dtype == torch.float64 for leaf in leaves)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    return Bucket(shapes, torch.float64 if wide else torch.float32, axis_size(axis))
+
+
+def compression_state(params: PyTree, method: Method, axis: str = "dp") -> ErrorFeedback:
+    """The error feedback before the first step: zeros. Call it inside ``spmd``.
+
+    Args:
+        params: the parameters, whole or as :func:`zero_fn.shard` cut them.
+        method: as for :func:`compress`.
+        axis: the mesh axis whose ranks have different gradients.
+
+    Returns:
+        A tree for the training state. Each rank holds one value a parameter, and one a parameter
+        that it owns the average of.
+
+    Raises:
+        ValueError: for an unknown method, or parameters without leaves.
+        TypeError: naming the key path of a leaf that is no floating-point tensor.
+    """
+    codec = codec_of(method)
+    _check_axis(axis)
+    leaves = _leaves(params, "params")
+    bucket = bucket_of(leaves, axis)
+    device = _tensor(leaves[0]).device
+
+    def zeros(length: int) -> PerRank:
+        return PerRank(torch.zeros(length, dtype=bucket.dtype, device=device), axis, (length,))
+
+    sent, owned, factors = zeros(bucket.length), zeros(bucket.length // bucket.ranks), ()
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    if isinstance(codec, PowerSGD):
+        owned = None  # type: ignore[assignment]
+        factors = tuple(_first_factors(bucket, codec, device))  # type: ignore[assignment]
+    return ErrorFeedback(sent, owned, factors, finite, codec, bucket.shapes)
+
+
+def compress(
+    grads: PyTree,
+    method: Method,
+    error: ErrorFeedback | None,
+    axis: str = "dp",
+    *,
+    mask: PyTree | None = None,
+) -> tuple[PyTree, ErrorFeedback | None]:
+    """The mean over an axis of each rank's own gradients, sent in few bytes. Inside ``spmd``.
+
+    Args:
+        grads: a tree of whole tensors, this rank's gradients, which nobody has reduced yet.
+        method: ``"1bit"`` (sign and scale), ``"bf16"``, ``"int8"``, ``"topk"`` (1 % of the
+            values), ``"powersgd"`` (rank 4); a codec with settings of its own, ``zf.PowerSGD(2)``;
+            or any object with ``encode`` and ``decode`` (see :class:`zero_fn.Codec`).
+        error: the feedback of the step before, from :func:`compression_state`. None: without
+            feedback, so that what a code loses is lost.
+        axis: the mesh axis.
+        mask: a tree like ``grads`` of bool tensors that broadcast to the leaves, the same on all
+            ranks, or None for a leaf: False where a value never has a gradient (rows of unused
+            embeddings). The mean is exactly zero there.
+
+    Returns:
+        The mean, the same bits on all ranks and in the dtypes of ``grads``; and the new feedback,
+        whose ``finite`` says whether the gradients of all ranks were finite. If they were not, the
+        mean has NaN or infinity in it, and the feedback stays as it was. An axis of size 1 sends
+        nothing, and loses nothing.
+
+    Raises:
+        ValueError: for an unknown method, feedback of another method or tree, leaves that are
+            pieces, or an axis that is no single name.
+        TypeError: naming the key path of a leaf that is no floating-point tensor.
+    """
+    codec = codec_of(method)
+    _check_axis(axis)
+    leaves = _leaves(grads, "grads")
+    for path, leaf in zip(tree.paths(grads, is_piece), tree.leaves(grads, is_piece), strict=True):
+        if isinstance(leaf, Sharded):
+            raise ValueError(
+                f"grads at {path!r} is a piece, {leaf!r}, whose gradient was reduced already; "
+                "compress takes each rank's own gradients by the whole parameters: "
+                "zf.accumulate(loss_fn, reduce=False), at stage 0 or 1"
+            )
+    bucket = bucket_of(leaves, axis)
+    _check_error(error, codec, bucket)
+    flags = None if mask is None else bucket.pack(_masks(mask, grads, leaves)) > 0
+    flat = bucket.pack(leaves)
+    mean, error = exchange(flat, bucket, codec, error, axis, flags)
+    dtypes = [leaf.dtype for leaf in leaves]
+    return tree.unflatten(tree.flatten(grads)[1], bucket.unpack(mean, dtypes)), error
+
+
+def exchange(
+    flat: Tensor,
+    bucket: Bucket,
+    method: Method,
+    error: ErrorFeedback | None,
+    axis: str,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ErrorFeedback | None]:
+    """What :func:`compress` does, on a bucket: the mean of ``flat``, and the new feedback."""
+    codec = codec_of(method)
+    if mask is not None:
+        flat = torch.where(mask, flat, 0)
+    if axis_size(axis) == 1:
+        finite = flat.isfinite().all()
+        return flat, None if error is None else _replaced(error, finite=finite)
+    if isinstance(codec, PowerSGD):
+        return _by_factors(flat, bucket, codec, error, axis)
+    return _in_two_phases(flat, bucket, codec, error, axis, mask)
+
+
+def _in_two_phases(
+    flat: Tensor,
+    bucket: Bucket,
+    codec: Codec,
+    error: ErrorFeedback | None,
+    axis: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, ErrorFeedback | None]:
+    ranks, piece = bucket.ranks, bucket.length // bucket.ranks
+    counts = bucket.counts(flat.device)
+    sent = torch.zeros_like(flat) if error is None else error.sent.local
+
+    payload, sent_rest = encode_with_rest(
+        codec, flat.view(ranks, piece), sent.view(ranks, piece), counts.view(ranks, -1)
+    )
+    data, kinds = to_bytes(payload)
+    received = from_bytes(all_to_all(data, axis), kinds)
+    average = codec.decode(received, piece, bucket.dtype).mean(0, keepdim=True)
+
+    owned = torch.zeros_like(average) if error is None else error.owned.local.view(1, piece)  # type: ignore[union-attr]
+    mine = None if mask is None else pscatter(mask, axis).view(1, piece)
+    if mine is not None:
+        average = torch.where(mine, average, 0)
+    payload, owned_rest = encode_with_rest(
+        codec, average, owned, pscatter(counts, axis).view(1, -1)
+    )
+    data, kinds = to_bytes(payload)
+    gathered = from_bytes(all_gather_invariant(data, axis), kinds)
+    mean = codec.decode(gathered, piece, bucket.dtype).reshape(-1)
+    if mask is not None:
+        sent_rest = torch.where(mask.view(ranks, piece), sent_rest, 0)
+        owned_rest = torch.where(mine, owned_rest, 0)
+        mean_seen = torch.where(mask, mean, 0)
+    else:
+        mean_seen = mean
+    if error is None:
+        return mean_seen, None
+    # NaN and infinity travel in the codes, so that all ranks see them without a word more.
+    finite = mean.isfinite().all()
+    here = pvary(finite, axis)
+    return mean_seen, _replaced(
+        error,
+        sent=error.sent.like(torch.where(here, sent_rest.reshape(-1), sent)),
+        owned=error.owned.like(  # type: ignore[union-attr]
+            torch.where(here, owned_rest.reshape(-1), owned.reshape(-1))
+        ),
+        finite=finite,
+    )
+
+
+# PowerSGD.
+
+
+def _factored(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
+    """The matrix that a leaf is, or None if it travels as it is."""
+    if len(shape) < 2:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    return (rows, columns) if (rows + columns) * rank < rows * columns else None
+
+
+def _first_factors(bucket: Bucket, method: PowerSGD, device: torch.device) -> list[Tensor]:
+    """Scattered numbers between -1 and 1 that are the same everywhere, without a generator."""
+    factors = []
+    for matrix in [_factored(shape, method.rank) for shape in bucket.shapes]:
+        if matrix:
+            shape = (matrix[1], method.rank)
+            place = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=device)
+            noise = torch.frac((place * 12.9898).sin() * 43758.5453)
+            factors.append(noise.view(shape).to(bucket.dtype))
+    return factors
+
+
+def _by_factors(
+    flat: Tensor, bucket: Bucket, method: PowerSGD, error: ErrorFeedback | None, axis: str
+) -> tuple[Tensor, ErrorFeedback | None]:
+    if error is None:
+        factors: Sequence[Tensor] = _first_factors(bucket, method, flat.device)
+        total = flat
+    else:
+        factors = error.factors
+        total = flat + error.sent.local
+    leaves = bucket.unpack(total)
+    shapes = [_factored(shape, method.rank) for shape in bucket.shapes]
+    matrices = [leaf.reshape(s) for leaf, s in zip(leaves, shapes, strict=True) if s]
+    plain = [leaf.reshape(-1) for leaf, s in zip(leaves, shapes, strict=True) if not s]
+
+    # Left factors, and what travels as it is; then right factors.
+    left = [m @ pvary(q, axis) for m, q in zip(matrices, factors, strict=True)]
+    *lefts, whole = _mean_together([*left, torch.cat(plain) if plain else flat[:0]], axis)
+    lefts = [torch.linalg.qr(torch.nan_to_num(p))[0] for p in lefts]
+    right = [m.mT @ pvary(p, axis) for m, p in zip(matrices, lefts, strict=True)]
+    rights = _mean_together(right, axis) if right else []
+
+    products = iter([p @ q.mT for p, q in zip(lefts, rights, strict=True)])
+    wholes = iter(whole.split([math.prod(x) for x, s in zip(bucket.shapes, shapes, strict=True)
+                               if not s]))  # fmt: skip
+    mean = bucket.pack([next(products) if s else next(wholes) for s in shapes])
+    if error is None:
+        return mean, None
+    finite = mean.isfinite().all()
+    here = pvary(finite, axis)
+    # What travels as it is, loses nothing.
+    kept = bucket.pack(
+        [
+            torch.ones(shape, dtype=bucket.dtype, device=flat.device) * (s is not None)
+            for shape, s in zip(bucket.shapes, shapes, strict=True)
+        ]
+    )
+    rest = (total - pvary(mean, axis)) * kept
+    return mean, _replaced(
+        error,
+        sent=error.sent.like(torch.where(here, rest, error.sent.local)),
+        factors=tuple(
+            torch.where(finite, new, old) for new, old in zip(rights, factors, strict=True)
+        ),
+        finite=finite,
+    )
+
+
+def _mean_together(parts: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """The mean over the axis of several tensors, in one collective."""
+    flat = pmean(torch.cat([part.reshape(-1) for part in parts]), axis)
+    split = flat.split([part.numel() for part in parts])
+    return [x.view(part.shape) for x, part in zip(split, parts, strict=True)]
+
+
+# Checks.
+
+
+def _replaced(error: ErrorFeedback, **changes: Any) -> ErrorFeedback:
+    fields = {name: getattr(error, name) for name in error.__dataclass_fields__}
+    return ErrorFeedback(**(fields | changes))
+
+
+def _check_axis(axis: Any) -> None:
+    if not isinstance(axis, str):
+        raise ValueError(
+            f"axis is {axis!r}; compressed communication goes over one mesh axis, 'dp' say: put "
+            "all data-parallel ranks on one axis"
+        )
+
+
+def _tensor(leaf: Any) -> Tensor:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def _leaves(values: PyTree, what: str) -> list[Any]:
+    nodes = tree.leaves(values, is_piece)
+    leaves = [leaf for leaf in nodes if not isinstance(leaf, Tied)]
+    named = zip(tree.paths(values, is_piece), nodes, strict=True)
+    for path, leaf in named:
+        if not isinstance(leaf, Tied):
+            where = f"{what} at {path!r}" if path else what
+            tree.check_tensors([_tensor(leaf)], where, floating=True)
+    if not leaves:
+        raise ValueError(f"{what} has no leaves, so that there is nothing to compress")
+    return leaves
+
+
+def _masks(mask: PyTree, grads: PyTree, leaves: Sequence[Tensor]) -> list[Tensor]:
+    flags = tree.leaves(mask, lambda node: node is None)
+    if len(flags) != len(leaves):
+        raise ValueError(
+            f"mask has {len(flags)} leaves, and grads {len(leaves)}; it is a tree like grads, with "
+            "None for a leaf without one"
+        )
+    whole = []
+    for path, flag, leaf in zip(tree.paths(grads), flags, leaves, strict=True):
+        if flag is None:
+            flag = torch.ones((), dtype=torch.bool, device=leaf.device)
+        if not isinstance(flag, Tensor) or flag.dtype != torch.bool:
+            raise TypeError(f"mask at {path!r}: expected a bool tensor or None, got {flag!r}")
+        whole.append(flag.expand(leaf.shape).to(torch.float32))
+    return whole
+
+
+def _check_error(error: ErrorFeedback | None, codec: Any, bucket: Bucket) -> None:
+    if error is None:
+        return
+    if not isinstance(error, ErrorFeedback):
+        raise TypeError(
+            f"error is {error!r}; it is what zf.compression_state(params, method) makes, or None "
+            "for no feedback"
+        )
+    if error.method != codec:
+        raise ValueError(
+            f"error is the feedback of {error.method!r}, and the method is {codec!r}; make it with "
+            "the same: zf.compression_state(params, method)"
+        )
+    if error.shapes != bucket.shapes:
+        raise ValueError(
+            f"error was made for leaves of shapes {list(error.shapes)}, and grads has "
+            f"{list(bucket.shapes)}; make it from the same tree: zf.compression_state(params, ...)"
+        )
