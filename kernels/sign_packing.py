@@ -9,6 +9,8 @@ On a GPU this is one Triton kernel each way; on a CPU it runs in pieces that sta
 numpy's packbits where there is numpy, and in torch's own operations where there is none.
 """
 
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -93,7 +95,7 @@ def _pack_op(
     bits = x.new_empty((*x.shape[:-1], x.shape[-1] // 8), dtype=torch.uint8)
     scales = x.new_empty(counts.shape)
     residual = torch.empty_like(x)
-    if x.device.type == "cuda" and x.dtype == torch.float32:
+    if _triton_takes(x, block):
         from . import sign_packing_triton
 
         sign_packing_triton.pack(x, error, counts, bits, scales, residual, block)
@@ -112,7 +114,7 @@ def _(x: Tensor, error: Tensor, counts: Tensor, block: int) -> tuple[Tensor, Ten
 def _unpack_op(bits: Tensor, scales: Tensor) -> Tensor:
     bits, scales = bits.contiguous(), scales.contiguous()
     out = scales.new_empty((*bits.shape[:-1], bits.shape[-1] * 8))
-    if bits.device.type == "cuda" and scales.dtype == torch.float32:
+    if scales.numel() and _triton_takes(scales, out.numel() // scales.numel()):
         from . import sign_packing_triton
 
         sign_packing_triton.unpack(bits, scales, out)
@@ -126,6 +128,12 @@ def _(bits: Tensor, scales: Tensor) -> Tensor:
     return scales.new_empty((*bits.shape[:-1], bits.shape[-1] * 8))
 
 
+def _triton_takes(x: Tensor, block: int) -> bool:
+    """Whether the Triton kernels do: float32 on a GPU, blocks of a power of two."""
+    fits = x.device.type == "cuda" and x.dtype == torch.float32 and block & (block - 1) == 0
+    return fits and importlib.util.find_spec("triton") is not None
+
+
 def _pack_in_pieces(
     x: Tensor,
     error: Tensor,
@@ -135,36 +143,63 @@ def _pack_in_pieces(
     residual: Tensor,
     block: int,
 ) -> None:
+    widths = (block, block, block // 8, 1, block, 1)
+    tensors = (x, error, bits, scales, residual, counts)
+    flat = [t.view(-1, width) for t, width in zip(tensors, widths, strict=True)]
+    if np is None or x.device.type != "cpu":
+        _pack_by_torch(*flat)
+    else:
+        _on_threads(_pack_rows, [t.numpy() for t in flat], block)
+
+
+def _on_threads(work: Any, arrays: list[Any], block: int) -> None:
+    """Run ``work`` on pieces of the rows; numpy lets go of the lock, and has no barriers."""
     rows = max(PIECE // block, 1)
-    flat = [t.view(-1, width) for t, width in ((x, block), (error, block), (residual, block))]
-    packed = bits.view(-1, block // 8)
-    count, scale = counts.view(-1), scales.view(-1)
-    for start in range(0, count.numel(), rows):
-        here = slice(start, start + rows)
-        a, b, rest = (t[here] for t in flat)
-        torch.add(a, b, out=rest)
-        whole = count[here]
-        partial = (whole < block).nonzero().squeeze(-1)
-        if partial.numel():
-            real = torch.arange(block, device=x.device) < whole[partial].unsqueeze(-1)
-            rest[partial] = torch.where(real, rest[partial], 0)
-        torch.div(rest.abs().sum(-1), whole.clamp(min=1), out=scale[here])
-        packed[here] = _packed_signs(rest)
-        rest.sub_(torch.copysign(scale[here].unsqueeze(-1), rest))
-        if partial.numel():
-            rest[partial] = torch.where(real, rest[partial], 0)
+    starts = range(0, len(arrays[0]), rows)
+    workers = min(torch.get_num_threads(), len(starts))
+
+    def run(worker: int) -> None:
+        space = np.empty((rows, block), arrays[0].dtype if work is _pack_rows else np.uint8)
+        for start in starts[worker::workers]:
+            work(space, *[array[start : start + rows] for array in arrays])
+
+    if workers > 1:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(run, range(workers)))
+    elif workers:
+        run(0)
 
 
-def _packed_signs(x: Tensor) -> Tensor:
-    """The signs of (rows, n) as (rows, n / 8) bytes."""
-    if np is not None:
-        return torch.from_numpy(np.packbits(np.signbit(x.numpy()), axis=-1))
-    return _packed_by_torch(x)
+def _pack_rows(
+    space: Any, x: Any, error: Any, bits: Any, scales: Any, residual: Any, counts: Any
+) -> None:
+    space, block = space[: len(x)], x.shape[1]
+    with np.errstate(all="ignore"):  # NaN and infinity go on as they are
+        np.add(x, error, out=residual)
+        (partial,) = np.nonzero(counts[:, 0] < block)
+        padding = np.arange(block) >= counts[partial] if len(partial) else None
+        if padding is not None:
+            residual[partial] = np.where(padding, 0, residual[partial])
+        np.abs(residual, out=space)
+        np.divide(space.sum(1, keepdims=True), np.maximum(counts, 1), out=scales, casting="unsafe")
+        bits[:] = np.packbits(np.signbit(residual), axis=1)
+        np.copysign(scales, residual, out=space)
+        np.subtract(residual, space, out=residual)
+        if padding is not None:
+            residual[partial] = np.where(padding, 0, residual[partial])
 
 
-def _packed_by_torch(x: Tensor) -> Tensor:
-    eights = torch.signbit(x).unflatten(-1, (-1, 8)).to(torch.uint8)
-    return (eights << _shifts(x.device)).sum(-1, dtype=torch.uint8)
+def _pack_by_torch(
+    x: Tensor, error: Tensor, bits: Tensor, scales: Tensor, residual: Tensor, counts: Tensor
+) -> None:
+    real = torch.arange(x.shape[1], device=x.device) < counts
+    torch.add(x, error, out=residual)
+    residual.copy_(torch.where(real, residual, 0))
+    scales.copy_(residual.abs().sum(1, keepdim=True) / counts.clamp(min=1))
+    minus = torch.signbit(residual).unflatten(1, (-1, 8)).to(torch.uint8)
+    bits.copy_((minus << _shifts(x.device)).sum(2, dtype=torch.uint8))
+    residual.sub_(torch.copysign(scales, residual))
+    residual.copy_(torch.where(real, residual, 0))
 
 
 def _shifts(device: torch.device) -> Tensor:
@@ -172,20 +207,20 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def _unpack_in_pieces(bits: Tensor, scales: Tensor, out: Tensor) -> None:
-    if not scales.numel():
+    if not out.numel():
         return
-    width = bits.numel() // scales.numel()
-    packed, scale = bits.view(-1, width), scales.view(-1, 1)
-    whole = out.view(-1, width * 8)
-    rows = max(PIECE // max(width * 8, 1), 1)
-    for start in range(0, scale.shape[0], rows):
-        here = slice(start, start + rows)
-        if np is not None:
-            minus = torch.from_numpy(np.unpackbits(packed[here].numpy(), axis=-1))
-        else:
-            minus = _bits_by_torch(packed[here])
-        # scale * (1 - 2 minus)
-        torch.mul(minus, -2 * scale[here], out=whole[here]).add_(scale[here])
+    block = out.numel() // scales.numel()
+    flat = [bits.view(-1, block // 8), scales.view(-1, 1), out.view(-1, block)]
+    if np is None or bits.device.type != "cpu":
+        flat[2].copy_(flat[1] * (1 - 2 * _bits_by_torch(flat[0]).to(scales.dtype)))
+    else:
+        _on_threads(_unpack_rows, [t.numpy() for t in flat], block)
+
+
+def _unpack_rows(space: Any, bits: Any, scales: Any, out: Any) -> None:
+    with np.errstate(all="ignore"):
+        np.multiply(np.unpackbits(bits, axis=1), -2 * scales, out=out)
+        np.add(out, scales, out=out)
 
 
 def _bits_by_torch(bits: Tensor) -> Tensor:

@@ -427,7 +427,7 @@ def _leaves(values: PyTree, what: str) -> list[Any]:
     for path, leaf in named:
         if not isinstance(leaf, Tied):
             where = f"{what} at {path!r}" if path else what
-            tree.check_tensors([_tensor(leaf)], where, floating=True)
+            tree.check_tensors(_tensor(leaf), where, floating=True)
     if not leaves:
         raise ValueError(f"{what} has no leaves, so that there is nothing to compress")
     return leaves
