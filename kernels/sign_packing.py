@@ -53,7 +53,7 @@ def sign_pack(
         raise ValueError(f"x has shape {tuple(x.shape)}, and error {tuple(error.shape)}")
     if x.dtype not in (torch.float32, torch.float64) or error.dtype != x.dtype:
         raise ValueError(
-            f"x is {x.dtype} and error {error.dtype}; both must be float32 or both float64: x.float()"
+            f"x is {x.dtype} and error {error.dtype}; both must be float32, or both float64"
         )
     if x.ndim == 0 or x.shape[-1] % block:
         raise ValueError(
@@ -88,9 +88,7 @@ def sign_unpack(bits: Tensor, scales: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("zero_fn::sign_pack", mutates_args=())
-def _pack_op(
-    x: Tensor, error: Tensor, counts: Tensor, block: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _pack_op(x: Tensor, error: Tensor, counts: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     x, error, counts = x.contiguous(), error.contiguous(), counts.contiguous()
     bits = x.new_empty((*x.shape[:-1], x.shape[-1] // 8), dtype=torch.uint8)
     scales = x.new_empty(counts.shape)

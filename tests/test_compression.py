@@ -9,7 +9,7 @@ import torch
 import zero_fn as zf
 from zero_fn import tree
 from zero_fn.codecs import METHODS
-from zero_fn.compression import Bucket
+from zero_fn.feedback import Bucket
 
 from .processes import run_on_processes
 
@@ -99,9 +99,7 @@ def test_float64_gradients_keep_their_type() -> None:
 def test_one_bit_is_the_sign_times_the_mean_of_the_block() -> None:
     """One step of two ranks, by hand."""
     g = torch.randn(2, 1024)
-    mean, _ = zf.spmd(lambda _, g: zf.compress(g[0], "1bit", None), zf.Mesh(dp=2))(
-        None, g
-    )
+    mean, _ = zf.spmd(lambda _, g: zf.compress(g[0], "1bit", None), zf.Mesh(dp=2))(None, g)
     sent = torch.where(g < 0, -1, 1) * g.abs().mean(1, keepdim=True)
     average = sent.mean(0)
     # a block of 1024 values, and the second owner's block of padding
@@ -221,7 +219,7 @@ def test_errors_say_what_to_write() -> None:
         call(lambda x: zf.compress(x, "1bit", zf.compression_state(x, "bf16")))
     with pytest.raises(ValueError, match=r"shapes \[\(3,\)\], and grads has \[\(4,\)\]"):
         call(lambda x: zf.compress(x, "1bit", zf.compression_state(x[:3], "1bit")))
-    with pytest.raises(TypeError, match="grads at 'a': a tensor of dtype torch.int64"):
+    with pytest.raises(TypeError, match=r"grads at 'a': a tensor of dtype torch\.int64"):
         call(lambda x: zf.compress({"a": x.long()}, "1bit", None))
     with pytest.raises(ValueError, match="no leaves"):
         call(lambda x: zf.compress({}, "1bit", None))

@@ -118,6 +118,8 @@ ROOMS = [
     "sharding",
     "accumulation",
     "codecs",
+    "feedback",
+    "low_rank",
     "compression",
     "testing",
     "pipelining",

@@ -31,7 +31,8 @@ from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 
 # Compressed communication: means of gradients in few bytes, with error feedback.
 from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
-from .compression import ErrorFeedback, compress, compression_state
+from .compression import compress, compression_state
+from .feedback import ErrorFeedback
 
 # Pipeline schedules as data: build, check, time and draw them; cut layers into stages.
 from .pipelining.builders import pipeline_schedule

@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--steps", type=_positive, default=150, help="steps to train")
     demo.add_argument("--preset", default="small", help="the size of the model")
     demo.add_argument(
-        "--compress", metavar="METHOD", help="how gradients travel: 1bit, bf16, int8, topk, powersgd"
+        "--compress",
+        metavar="METHOD",
+        help="how gradients travel: 1bit, bf16, int8, topk, powersgd",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
     given = vars(parser.parse_args(arguments))

@@ -53,9 +53,7 @@ class OneBit:
         whole = torch.full((*x.shape[:-1], x.shape[-1] // BLOCK), BLOCK, device=x.device)
         return self.encode_with_rest(x, torch.zeros_like(x), whole)[0]
 
-    def encode_with_rest(
-        self, x: Tensor, error: Tensor, counts: Tensor
-    ) -> tuple[Payload, Tensor]:
+    def encode_with_rest(self, x: Tensor, error: Tensor, counts: Tensor) -> tuple[Payload, Tensor]:
         """The code of ``x + error``, and what it loses, in one pass."""
         from zero_fn.kernels import sign_pack
 

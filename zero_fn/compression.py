@@ -10,162 +10,18 @@ sum of the true means, less the last feedback.
 PowerSGD sums thin factors of the matrices instead, also in two collectives.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from . import tree
-from .codecs import BLOCK, Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
-from .collectives import (
-    all_gather_invariant,
-    all_to_all,
-    axis_size,
-    pmean,
-    pscatter,
-    psum,
-    pvary,
-)
+from .codecs import Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
+from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
+from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of, replaced
+from .low_rank import first_factors, mean_by_factors
 from .sharding import Sharded, Tied, is_piece
 from .tree import PyTree, Tensor
-
-
-class _Place(NamedTuple):
-    """The static fields of a tensor of each rank's own."""
-
-    axis: str
-    shape: tuple[int, ...]
-
-
-class PerRank:
-    """A pytree node: a tensor that each rank of an axis has of its own.
-
-    Outside ``spmd``, in the simulation, ``local`` holds those of all ranks, stacked along a leading
-    dimension.
-
-    Attributes:
-        local: this rank's tensor.
-        axis: the mesh axis.
-        shape: the shape of one rank's tensor.
-    """
-
-    __slots__ = ("axis", "local", "shape")
-    __zero_fn_placed__ = True
-
-    def __init__(self, local: Any, axis: str, shape: tuple[int, ...]) -> None:
-        self.local, self.axis, self.shape = local, axis, shape
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which ``local`` differs from rank to rank."""
-        return (self.axis,)
-
-    def like(self, local: Tensor) -> "PerRank":
-        """Another one of the same shape."""
-        return PerRank(local, self.axis, self.shape)
-
-    def __repr__(self) -> str:
-        return f"PerRank({list(self.shape)} of each rank of {self.axis})"
-
-
-tree.register_node(
-    PerRank,
-    lambda node: ((node.local,), _Place(node.axis, node.shape)),
-    lambda place, parts: PerRank(parts[0], *place),
-    lambda place: ("local",),
-)
-
-
-@dataclass(frozen=True)
-class ErrorFeedback:
-    """What compression left over so far; made by :func:`compression_state`.
-
-    Attributes:
-        sent: what this rank's own codes lost.
-        owned: what the codes of the averages lost that this rank owns; None with PowerSGD.
-        factors: PowerSGD's right factors, else an empty tuple.
-        finite: whether the last gradients of all ranks were finite, a 0-dim bool. If they were
-            not, the feedback is that of the step before, and the mean is not to be used.
-        method: the codec.
-        shapes: the shapes of the leaves it was made for.
-    """
-
-    sent: PerRank
-    owned: PerRank | None
-    factors: tuple[Tensor, ...]
-    finite: Tensor
-    method: Any
-    shapes: tuple[tuple[int, ...], ...]
-
-
-tree.register_dataclass(ErrorFeedback, static=("method", "shapes"))
-
-
-class Bucket(NamedTuple):
-    """How leaves lie in one flat tensor, each padded to whole blocks.
-
-    Attributes:
-        shapes: the leaves' shapes.
-        dtype: of the bucket: float64 if a leaf is, else float32.
-        ranks: the bucket has a multiple of this many blocks.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    ranks: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """The padded length of each leaf."""
-        return [-(-math.prod(shape) // BLOCK) * BLOCK for shape in self.shapes]
-
-    @property
-    def length(self) -> int:
-        """The values of the bucket, padding and all."""
-        step = BLOCK * self.ranks
-        return -(-sum(self.sizes) // step) * step
-
-    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
-        """The leaves in one flat tensor, zeros between them."""
-        parts = [
-            torch.nn.functional.pad(leaf.reshape(-1).to(self.dtype), (0, size - leaf.numel()))
-            for leaf, size in zip(leaves, self.sizes, strict=True)
-        ]
-        rest = self.length - sum(self.sizes)
-        if rest:
-            parts.append(torch.zeros(rest, dtype=self.dtype, device=leaves[0].device))
-        return torch.cat(parts)
-
-    def unpack(self, flat: Tensor, dtypes: Sequence[torch.dtype] | None = None) -> list[Tensor]:
-        """The leaves again."""
-        leaves, start = [], 0
-        for number, (shape, size) in enumerate(zip(self.shapes, self.sizes, strict=True)):
-            leaf = flat[start : start + math.prod(shape)].view(shape)
-            leaves.append(leaf if dtypes is None else leaf.to(dtypes[number]))
-            start += size
-        return leaves
-
-    def counts(self, device: torch.device) -> Tensor:
-        """How many values of each block are real, (length / BLOCK,) int32."""
-        real = torch.zeros(self.length // BLOCK, dtype=torch.int32, device=device)
-        start = 0
-        for shape, size in zip(self.shapes, self.sizes, strict=True):
-            blocks, n = size // BLOCK, math.prod(shape)
-            if blocks:
-                real[start : start + blocks] = BLOCK
-                if n % BLOCK:
-                    real[start + blocks - 1] = n % BLOCK
-            start += blocks
-        return real
-
-
-def bucket_of(leaves: Sequence[Any], axis: str) -> Bucket:
-    """The bucket of leaves, which are whole tensors or pieces. Call it inside ``spmd``."""
-    wide = any(leaf.dtype == torch.float64 for leaf in leaves)
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    return Bucket(shapes, torch.float64 if wide else torch.float32, axis_size(axis))
 
 
 def compression_state(params: PyTree, method: Method, axis: str = "dp") -> ErrorFeedback:
@@ -197,7 +53,7 @@ def compression_state(params: PyTree, method: Method, axis: str = "dp") -> Error
     finite = torch.ones((), dtype=torch.bool, device=device)
     if isinstance(codec, PowerSGD):
         owned = None  # type: ignore[assignment]
-        factors = tuple(_first_factors(bucket, codec, device))  # type: ignore[assignment]
+        factors = tuple(first_factors(bucket, codec, device))  # type: ignore[assignment]
     return ErrorFeedback(sent, owned, factors, finite, codec, bucket.shapes)
 
 
@@ -267,9 +123,9 @@ def exchange(
         flat = torch.where(mask, flat, 0)
     if axis_size(axis) == 1:
         finite = flat.isfinite().all()
-        return flat, None if error is None else _replaced(error, finite=finite)
+        return flat, None if error is None else replaced(error, finite=finite)
     if isinstance(codec, PowerSGD):
-        return _by_factors(flat, bucket, codec, error, axis)
+        return mean_by_factors(flat, bucket, codec, error, axis)
     return _in_two_phases(flat, bucket, codec, error, axis, mask)
 
 
@@ -304,6 +160,7 @@ def _in_two_phases(
     mean = codec.decode(gathered, piece, bucket.dtype).reshape(-1)
     if mask is not None:
         sent_rest = torch.where(mask.view(ranks, piece), sent_rest, 0)
+        assert mine is not None
         owned_rest = torch.where(mine, owned_rest, 0)
         mean_seen = torch.where(mask, mean, 0)
     else:
@@ -313,7 +170,7 @@ def _in_two_phases(
     # NaN and infinity travel in the codes, so that all ranks see them without a word more.
     finite = mean.isfinite().all()
     here = pvary(finite, axis)
-    return mean_seen, _replaced(
+    return mean_seen, replaced(
         error,
         sent=error.sent.like(torch.where(here, sent_rest.reshape(-1), sent)),
         owned=error.owned.like(  # type: ignore[union-attr]
@@ -323,89 +180,7 @@ def _in_two_phases(
     )
 
 
-# PowerSGD.
-
-
-def _factored(shape: tuple[int, ...], rank: int) -> tuple[int, int] | None:
-    """The matrix that a leaf is, or None if it travels as it is."""
-    if len(shape) < 2:
-        return None
-    rows, columns = shape[0], math.prod(shape[1:])
-    return (rows, columns) if (rows + columns) * rank < rows * columns else None
-
-
-def _first_factors(bucket: Bucket, method: PowerSGD, device: torch.device) -> list[Tensor]:
-    """Scattered numbers between -1 and 1 that are the same everywhere, without a generator."""
-    factors = []
-    for matrix in [_factored(shape, method.rank) for shape in bucket.shapes]:
-        if matrix:
-            shape = (matrix[1], method.rank)
-            place = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device=device)
-            noise = torch.frac((place * 12.9898).sin() * 43758.5453)
-            factors.append(noise.view(shape).to(bucket.dtype))
-    return factors
-
-
-def _by_factors(
-    flat: Tensor, bucket: Bucket, method: PowerSGD, error: ErrorFeedback | None, axis: str
-) -> tuple[Tensor, ErrorFeedback | None]:
-    if error is None:
-        factors: Sequence[Tensor] = _first_factors(bucket, method, flat.device)
-        total = flat
-    else:
-        factors = error.factors
-        total = flat + error.sent.local
-    leaves = bucket.unpack(total)
-    shapes = [_factored(shape, method.rank) for shape in bucket.shapes]
-    matrices = [leaf.reshape(s) for leaf, s in zip(leaves, shapes, strict=True) if s]
-    plain = [leaf.reshape(-1) for leaf, s in zip(leaves, shapes, strict=True) if not s]
-
-    # Left factors, and what travels as it is; then right factors.
-    left = [m @ pvary(q, axis) for m, q in zip(matrices, factors, strict=True)]
-    *lefts, whole = _mean_together([*left, torch.cat(plain) if plain else flat[:0]], axis)
-    lefts = [torch.linalg.qr(torch.nan_to_num(p))[0] for p in lefts]
-    right = [m.mT @ pvary(p, axis) for m, p in zip(matrices, lefts, strict=True)]
-    rights = _mean_together(right, axis) if right else []
-
-    products = iter([p @ q.mT for p, q in zip(lefts, rights, strict=True)])
-    wholes = iter(whole.split([math.prod(x) for x, s in zip(bucket.shapes, shapes, strict=True)
-                               if not s]))  # fmt: skip
-    mean = bucket.pack([next(products) if s else next(wholes) for s in shapes])
-    if error is None:
-        return mean, None
-    finite = mean.isfinite().all()
-    here = pvary(finite, axis)
-    # What travels as it is, loses nothing.
-    kept = bucket.pack(
-        [
-            torch.ones(shape, dtype=bucket.dtype, device=flat.device) * (s is not None)
-            for shape, s in zip(bucket.shapes, shapes, strict=True)
-        ]
-    )
-    rest = (total - pvary(mean, axis)) * kept
-    return mean, _replaced(
-        error,
-        sent=error.sent.like(torch.where(here, rest, error.sent.local)),
-        factors=tuple(
-            torch.where(finite, new, old) for new, old in zip(rights, factors, strict=True)
-        ),
-        finite=finite,
-    )
-
-
-def _mean_together(parts: Sequence[Tensor], axis: str) -> list[Tensor]:
-    """The mean over the axis of several tensors, in one collective."""
-    flat = pmean(torch.cat([part.reshape(-1) for part in parts]), axis)
-    split = flat.split([part.numel() for part in parts])
-    return [x.view(part.shape) for x, part in zip(split, parts, strict=True)]
-
-
 # Checks.
-
-
-def _replaced(error: ErrorFeedback, **changes: Any) -> ErrorFeedback:
-    fields = {name: getattr(error, name) for name in error.__dataclass_fields__}
-    return ErrorFeedback(**(fields | changes))
 
 
 def _check_axis(axis: Any) -> None:

@@ -93,7 +93,8 @@ class Program:
         """
         found: dict[tuple[str, str], list[int]] = {}
         for node in self.graph_module.graph.nodes:
-            name = getattr(node.target, "__name__", "").split(".")[0]
+            # A trailing underscore is the same collective in place.
+            name = getattr(node.target, "__name__", "").split(".")[0].rstrip("_")
             if node.op == "call_function" and name in _RING:
                 size = nbytes(node.args[0])
                 sent = _RING[name](size, group_size)

@@ -172,9 +172,7 @@ def _exchanging(
         return TrainState(apply_updates(state.params, updates), opt_state), metrics
 
     axes = (axis,) if isinstance(axis, str) else axis
-    run = jit(
-        spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler
-    )
+    run = jit(spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler)
 
     def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         return run(state._replace(opt_state=optimizer.advance(state.opt_state)), batch)

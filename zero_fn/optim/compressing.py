@@ -6,7 +6,8 @@ import torch
 
 from .. import tree
 from ..codecs import Method, codec_of
-from ..compression import ErrorFeedback, compress, compression_state
+from ..compression import compress, compression_state
+from ..feedback import ErrorFeedback
 from ..tree import PyTree, Tensor
 from .local import LocalOptimizer, cut_like, nodes_of, whole_params
 from .protocol import Optimizer
@@ -44,9 +45,7 @@ def compressed(optimizer: Optimizer, method: Method, axis: str = "dp") -> LocalO
     ) -> tuple[PyTree, CompressedState]:
         mean, error = compress(grads, codec, state.error, axis)
         assert error is not None
-        updates, inner = optimizer.update(
-            cut_like(params, nodes_of(mean)), state.inner, params
-        )
+        updates, inner = optimizer.update(cut_like(params, nodes_of(mean)), state.inner, params)
 
         def kept(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(error.finite, new, old)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import tree
-from ..compression import Bucket, bucket_of
+from ..feedback import Bucket, bucket_of
 from ..sharding import Sharded, Tied, is_piece
 from ..tree import PyTree, Tensor
 from .protocol import Mask

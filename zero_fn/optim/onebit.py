@@ -13,7 +13,8 @@ import torch
 from .. import tree
 from ..codecs import Method
 from ..collectives import pmean, psum, pvary
-from ..compression import Bucket, ErrorFeedback, compression_state, exchange
+from ..compression import compression_state, exchange
+from ..feedback import Bucket, ErrorFeedback
 from ..ranks import placed_leaves
 from ..tree import PyTree, Tensor
 from .local import (
@@ -273,9 +274,7 @@ def _own_leaves(grads: PyTree, bucket: Bucket) -> list[Tensor]:
     return leaves
 
 
-def _direction(
-    state: OneBitState, b1: float, b2: float, eps: float, freeze_step: int
-) -> Tensor:
+def _direction(state: OneBitState, b1: float, b2: float, eps: float, freeze_step: int) -> Tensor:
     dtype = state.mu.dtype
     unbias1 = one_minus_power(b1, state.step.clamp(min=1), dtype)
     seen = state.step.clamp(min=1, max=freeze_step)

@@ -15,7 +15,8 @@ import torch
 from .. import tree
 from ..codecs import Method
 from ..collectives import agreed, pmean, pvary
-from ..compression import ErrorFeedback, PerRank, compression_state, exchange
+from ..compression import compression_state, exchange
+from ..feedback import ErrorFeedback, PerRank
 from ..tree import PyTree, Tensor
 from .local import (
     LocalOptimizer,
