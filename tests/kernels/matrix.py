@@ -124,18 +124,19 @@ def _product_arguments() -> list[Tensor]:
     return [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
 
 
-COUNTS = torch.tensor([8, 5])
+def _counts() -> Tensor:
+    return torch.tensor([8, 5])
 
 
 def _sign_pack(x: Tensor, error: Tensor) -> tuple[Tensor, ...]:
     """Scales and residual of two blocks of 8, the second one with padding; bits are no floats."""
-    return sign_pack(x, error, COUNTS, 8)[1:]
+    return sign_pack(x, error, _counts(), 8)[1:]
 
 
 def _sign_pack_formula(x: Tensor, error: Tensor) -> tuple[Tensor, ...]:
-    total = (x + error).view(2, 8) * (torch.arange(8) < COUNTS.unsqueeze(1))
-    scale = total.abs().sum(1) / COUNTS
-    sign = torch.where(torch.signbit(total), -1, 1) * (torch.arange(8) < COUNTS.unsqueeze(1))
+    total = (x + error).view(2, 8) * (torch.arange(8) < _counts().unsqueeze(1))
+    scale = total.abs().sum(1) / _counts()
+    sign = torch.where(torch.signbit(total), -1, 1) * (torch.arange(8) < _counts().unsqueeze(1))
     return scale, (total - sign * scale.unsqueeze(1)).view(16)
 
 
