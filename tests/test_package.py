@@ -117,6 +117,8 @@ ROOMS = [
     "testing",
     "pipelining",
     "optim",
+    "graphs",
+    "accounting",
     "program",
     "passes",
     "compiler",

@@ -121,7 +121,7 @@ def ours(config: gpt.Config, stage: int, compiler: Any) -> Job:
     init, step = zf.train_step(loss_fn, optimizer, mesh, stage=stage, compiler=compiler)
     state = [init(gpt.init(config))]
     program = step.trace(state[0], batch(config, 0, ranks))  # type: ignore[attr-defined]
-    wire = sum(found.bytes_sent for found in program.collectives(ranks))
+    wire = sum(found.bytes_sent for found in program.collectives())
     del program
 
     def run(number: int) -> float:
