@@ -62,7 +62,9 @@ def jit(
             near = difflib.get_close_matches(str(name), names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
             raise ValueError(f"skip names {name!r}, which is no built-in pass; {hint}")
-    kept = [built_in for built_in in BUILT_IN if built_in.__name__ not in skip]
+    # Inductor finds by itself what it can reduce in place, and refuses graphs that say so.
+    left_out = {*skip, *(["reduce_in_place"] if compiler == "inductor" else [])}
+    kept = [built_in for built_in in BUILT_IN if built_in.__name__ not in left_out]
     return Jitted(f, places, compiler, (*kept, *passes))
 
 
