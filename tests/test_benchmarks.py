@@ -30,6 +30,15 @@ def test_adam_on_a_cpu() -> None:
     assert "2,664 values" in out
 
 
+def test_peers() -> None:
+    out = run(
+        "tests.benchmarks.peers", "--tiny", "--eager", "--only", "stage 3", "--repeats", "1",
+        "--steps", "1",
+    )  # fmt: skip
+    assert "FSDP2, resharded" in out
+    assert "zero_fn stage 3, eager" in out
+
+
 def test_gpu_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     out = run("tests.benchmarks.gpu", "--tiny", "--json", str(path), TRITON_INTERPRET="1")

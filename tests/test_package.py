@@ -124,6 +124,8 @@ ROOMS = [
     "testing",
     "pipelining",
     "optim",
+    "graphs",
+    "accounting",
     "program",
     "passes",
     "compiler",

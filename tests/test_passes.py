@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn import tree
+from zero_fn import graphs, tree
+from zero_fn.graphs import base
 from zero_fn.models import gpt
 from zero_fn.passes import (
     BUILT_IN,
     Pass,
+    bucket,
     bucketing,
     gather_late,
+    overlap,
     overlapping,
     placement,
     reduce_early,
 )
-from zero_fn.program import Program, base, trace
+from zero_fn.program import Program, trace
 
 from .memory import peak
 from .processes import run_on_processes
@@ -60,6 +63,8 @@ def stepped(mesh: zf.Mesh, stage: int, microbatches: int = 1) -> tuple[Any, Any]
 def passed(program: Program, passes: tuple[Pass, ...]) -> Program:
     for transform in passes:
         program = transform(program)
+    program.graph_module.graph.lint()
+    program.graph_module.recompile()
     return program
 
 
@@ -98,7 +103,7 @@ def traced(stage: int) -> Program:
 
 
 def calls(program: Program) -> dict[str, int]:
-    return {c.kind: c.calls for c in program.collectives(8)}
+    return {c.kind: c.calls for c in program.collectives()}
 
 
 def test_stage_3_gathers_again_and_the_others_do_not() -> None:
@@ -149,9 +154,9 @@ def measured(stage: int) -> tuple[int, int]:
     predicted = program.peak()
     tensors = [x for x in tree.leaves((state, batch())) if isinstance(x, Tensor)]
     with torch.no_grad():
-        return predicted.bytes - predicted.inputs, peak(
-            lambda: program.graph_module(*tensors), tensors
-        )
+        # Gloo's threads may let go of a buffer some time after the wait for it: the least of some.
+        found = min(peak(lambda: program.graph_module(*tensors), tensors) for _ in range(5))
+    return predicted.bytes - predicted.inputs, found
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -167,8 +172,177 @@ def test_a_timeline_counts_views_once_and_frees_what_is_done() -> None:
         return (a + b).sum()  # 200 bytes, then 4
 
     program = trace(f, (torch.ones(100),))
-    sizes = [size - 400 for _, size in program.memory_timeline()]
+    sizes = [moment.bytes - 400 for moment in program.memory_timeline()]
     assert max(sizes) == 600
     assert sizes[-1] == 4
     assert program.peak().inputs == 400
     assert "add" in program.peak().operation
+
+
+def wide(stage: int) -> Program:
+    """A program of the parts that do not fit one bucket, of one of two abstract ranks."""
+    config = gpt.Config(vocabulary=64, length=16, layers=2, heads=2, width=256)
+    init, step = zf.train_step(
+        lambda params, batch: gpt.loss(params, batch, config),
+        zf.adamw(1e-2),
+        zf.Mesh(dp=2).abstract(),
+        stage=stage,
+    )
+    return trace(step.f, (init(gpt.init(config)), batch()), (0,))  # type: ignore[attr-defined]
+
+
+def moved(program: Program) -> dict[str, int]:
+    return {c.kind: c.bytes_sent for c in program.collectives()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_small_collectives_travel_together(stage: int) -> None:
+    before, after = wide(stage), passed(wide(stage), (reduce_early, gather_late, bucket))
+    for kind, count in calls(after).items():
+        if stage and kind == "all_reduce":  # the loss alone
+            continue
+        # two embeddings, and of each of two blocks the four matrices; three buckets hold the rest
+        assert 1 < count <= 2 + 2 * 4 * (2 if kind == "all_gather" else 1) + 3
+        assert count < calls(before)[kind]
+    if stage < 3:
+        assert moved(after) == moved(before)
+
+
+def test_a_bucket_has_a_limit() -> None:
+    before = bucketing.LIMIT
+    try:
+        counts = []
+        for bucketing.LIMIT in (1 << 20, 1 << 17, 1):
+            counts.append(calls(passed(traced(1), (reduce_early, gather_late, bucket))))
+    finally:
+        bucketing.LIMIT = before
+    gathers = [count["all_gather"] for count in counts]
+    assert gathers[0] < gathers[1] < gathers[2] == calls(traced(1))["all_gather"]
+
+
+def test_what_is_used_between_is_not_joined() -> None:
+    """The second sum needs the first: two calls, whatever they weigh."""
+
+    def f(x: Tensor) -> Tensor:
+        y = zf.psum(x, "dp")
+        return zf.psum(y * x, "dp") + zf.psum(x + 1, "dp")
+
+    run = zf.jit(zf.spmd(lambda _, x: f(x) * 2, zf.Mesh(dp=2).abstract(), batch="replicated"))
+    assert calls(run.trace(None, torch.ones(3)))["all_reduce"] == 2
+
+
+def places(program: Program, target: Any) -> list[int]:
+    nodes = enumerate(program.graph_module.graph.nodes)
+    return [place for place, node in nodes if node.target is target]
+
+
+def distances(program: Program, target: Any) -> list[int]:
+    """How many operations there are between each collective and its wait."""
+    nodes = [*program.graph_module.graph.nodes]
+    place = {node: number for number, node in enumerate(nodes)}
+    return [
+        min(place[user] for user in node.users) - place[node]
+        for node in nodes
+        if node.target is target
+    ]
+
+
+def test_communication_runs_beside_computation() -> None:
+    placed = passed(wide(3), (reduce_early, gather_late))
+    after = passed(wide(3), (reduce_early, gather_late, overlap))
+    assert calls(after) == calls(placed)
+    for target in (graphs.ALL_GATHER, graphs.REDUCE_SCATTER):
+        assert max(distances(placed, target)) == 1
+        assert sum(distances(after, target)) > 10 * len(distances(after, target))
+
+
+def test_what_is_under_way_has_a_limit() -> None:
+    before = overlapping.UNDER_WAY
+    try:
+        most = []
+        for overlapping.UNDER_WAY in (0, 1 << 30):
+            moments = passed(wide(2), (reduce_early, gather_late, overlap)).memory_timeline()
+            most.append(max(moment.parts["gradients"] for moment in moments))
+    finally:
+        overlapping.UNDER_WAY = before
+    assert most[0] < most[1] / 2
+
+
+def test_nothing_is_written_while_it_travels() -> None:
+    """A sum of what is overwritten afterwards is waited for before."""
+
+    def f(_: None, x: Tensor) -> Tensor:
+        y = x * 2
+        total = zf.psum(y, "dp")
+        y.add_(1)
+        return total + y
+
+    program = zf.jit(zf.spmd(f, zf.Mesh(dp=2).abstract(), batch="replicated")).trace(
+        None, torch.ones(3)
+    )
+    (wait,) = places(program, graphs.WAIT)
+    (write,) = places(program, torch.ops.aten.add_.Tensor)
+    assert wait < write
+    assert not places(program, torch.ops._c10d_functional.all_reduce_.default)  # y is read again
+
+
+def lowered(stage: int) -> dict[str, int]:
+    step, state = stepped(zf.Mesh(dp=2), stage)
+    return {
+        c.kind: c.bytes_sent for c in zf.jit(step, donate=0).trace(state, batch()).collectives()
+    }
+
+
+def test_gloo_exchanges_where_it_would_reduce_twice() -> None:
+    for sent in run_on_processes(2, lowered, 2):
+        assert set(sent) == {"all_gather", "all_to_all", "all_reduce"}
+        assert sent["all_to_all"] == sent["all_gather"]
+        assert sent["all_reduce"] < 100  # the loss and the norm
+
+
+def test_a_pass_can_be_left_out() -> None:
+    step, state = stepped(zf.Mesh(dp=2).abstract(), 1)
+    whole = zf.jit(step, donate=0).trace(state, batch())
+    without = zf.jit(step, donate=0, skip=("bucket",)).trace(state, batch())
+    assert calls(without)["all_gather"] > calls(whole)["all_gather"]
+    with pytest.raises(ValueError, match=r"'buckets', which is no built-in pass; did you mean 'bu"):
+        zf.jit(step, skip=("buckets",))
+
+
+def test_a_peak_says_what_it_is_made_of() -> None:
+    whole = 4 * CONFIG.parameters
+    for stage, ranks in ((0, 1), (2, 8)):
+        program = passed(traced(stage), BUILT_IN)
+        peak = program.peak()
+        assert sum(peak.parts.values()) == peak.bytes
+        padding = 8 * 4 * 50  # bytes: each of fewer than 50 leaves is padded to the 8 ranks
+        assert peak.parts["parameters"] == pytest.approx(whole / ranks, abs=padding)
+        assert peak.parts["optimizer state"] == pytest.approx(2 * whole / ranks, abs=2 * padding)
+        assert peak.operation.split(" = ")[0] in str(program)
+    moments = program.memory_timeline()
+    assert max(moment.bytes for moment in moments) == peak.bytes
+    most = {part: max(moment.parts[part] for moment in moments) for part in peak.parts}
+    # padded, and once more in the bucket that they travel in
+    assert whole < most["gathered parameters"] < 2.2 * whole
+    assert whole / 8 < most["gradients"] < 3 * whole
+
+
+def test_a_retrace_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    run = zf.jit(lambda state, flag: {"w": state["w"] * 2})
+    with caplog.at_level("INFO", "zero_fn"):
+        run({"w": torch.ones(2)}, 1)
+        run({"w": torch.ones(2)}, 1)
+        assert caplog.messages == []
+        run({"w": torch.ones(3)}, 1)
+        run({"w": torch.ones(3)}, 2)
+        run({"w": torch.ones(3), "v": torch.ones(3)}, 2)
+    for message, words in zip(
+        caplog.messages,
+        (
+            "argument 0 at 'w' has shape (3,), and had (2,)",
+            "argument 1 is 2, and was 1",
+            "the arguments have another structure",
+        ),
+        strict=True,
+    ):
+        assert words in message

@@ -1,22 +1,27 @@
 """jit: trace a step once for each signature, pass it through the passes, and run the program.
 
 A signature is the structure of the arguments with its static fields, the shape, stride, dtype and
-device of each tensor, and the values of the leaves that are no tensors.
+device of each tensor, and the values of the leaves that are no tensors. Why a function is traced
+again is logged: ``logging.getLogger("zero_fn").setLevel("INFO")`` shows it.
 """
 
+import difflib
 import functools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .passes import BUILT_IN, Pass
-from .program import TENSOR, Program, Static, join, split, trace
+from .program import TENSOR, Program, Static, describe, join, split, trace
 from .tree import Tensor
 
 Compiler = Literal["eager", "inductor"]
+
+_log = logging.getLogger("zero_fn.jit")
 
 
 def jit(
@@ -25,6 +30,7 @@ def jit(
     donate: int | Sequence[int] = (),
     compiler: Compiler = "eager",
     passes: Sequence[Pass] = (),
+    skip: Sequence[str] = (),
 ) -> "Jitted":
     """The same function, traced into one graph when it is first called with such arguments.
 
@@ -34,21 +40,32 @@ def jit(
         donate: the places of the arguments whose memory the results may take over; a donated
             tensor cannot be used after the call.
         compiler: ``"eager"`` runs the graph as it is, ``"inductor"`` compiles it.
-        passes: further passes over the program.
+        passes: further passes over the program, run after the built-in ones.
+        skip: the names of built-in passes to leave out: ``"overlap"``, say; see
+            :data:`zero_fn.passes.BUILT_IN`.
 
     Returns:
         A function like ``f``. Inside another transform (``torch.func.vmap``, another trace) it is
         ``f`` itself.
 
     Raises:
-        ValueError: for an unknown compiler; at a call, for a donated tensor that is used again,
-            or a tensor with ``requires_grad``.
+        ValueError: for an unknown compiler or pass; at a call, for a donated tensor that is used
+            again, or a tensor with ``requires_grad``.
         TypeError: at a call, for a leaf that is neither a tensor nor hashable.
     """
     if compiler not in ("eager", "inductor"):
         raise ValueError(f"compiler is {compiler!r}; it is 'eager' or 'inductor'")
     places = (donate,) if isinstance(donate, int) else tuple(donate)
-    return Jitted(f, places, compiler, tuple(passes))
+    names = [built_in.__name__ for built_in in BUILT_IN]
+    for name in skip:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"skip names {name!r}, which is no built-in pass; {hint}")
+    # Inductor finds by itself what it can reduce in place, and refuses graphs that say so.
+    left_out = {*skip, *(["reduce_in_place"] if compiler == "inductor" else [])}
+    kept = [built_in for built_in in BUILT_IN if built_in.__name__ not in left_out]
+    return Jitted(f, places, compiler, (*kept, *passes))
 
 
 class Jitted:
@@ -63,17 +80,21 @@ class Jitted:
     ) -> None:
         functools.update_wrapper(self, f)
         self.f, self.donate, self.compiler, self.passes = f, donate, compiler, passes
-        self.programs: dict[Any, tuple[Program, Callable[..., Any]]] = {}
+        self.programs: dict[Signature, tuple[Program, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         if _inside_transform():
             return self.f(*args)
         tensors, static = split(args)
-        key = _signature(tensors, static)
-        if key not in self.programs:
+        signature = _signature(tensors, static)
+        found = self.programs.get(signature)
+        if found is None:
+            if self.programs:
+                _log.info("%s is traced again: %s", self.__name__, self._reason(signature, args))
             program = self.trace(*args)
-            self.programs[key] = program, _executable(program, self.compiler)
-        program, run = self.programs[key]
+            found = program, _executable(program, self.compiler)
+            self.programs[signature] = found
+        program, run = found
         inputs = _separated(tensors, program) if self.donate else tensors
         with torch.no_grad():
             results = run(*inputs)
@@ -87,12 +108,33 @@ class Jitted:
     def trace(self, *args: Any) -> Program:
         """The program for these arguments, after all passes; runs nothing."""
         program = trace(self.f, args, self.donate)
-        for transform in (*BUILT_IN, *self.passes):
+        for transform in self.passes:
             program = transform(program)
+        program.graph_module.graph.lint()
+        program.graph_module.recompile()
         return program
 
+    def _reason(self, signature: "Signature", args: tuple[Any, ...]) -> str:
+        """What differs from the known signature that is nearest."""
+        reasons = [_differences(known, signature, args) for known in self.programs]
+        return "; ".join(sorted(reasons, key=len)[0])
 
-def _signature(tensors: list[Tensor], static: Static) -> Any:
+
+class Signature(NamedTuple):
+    """What a program was traced for.
+
+    Attributes:
+        static: the arguments' tree, and its leaves that are no tensors.
+        tensors: shape, stride, dtype and device of each tensor.
+        ties: for each tensor the first place where it stands; None if all differ.
+    """
+
+    static: Static
+    tensors: tuple[tuple[Any, ...], ...]
+    ties: tuple[int, ...] | None
+
+
+def _signature(tensors: list[Tensor], static: Static) -> Signature:
     for x in tensors:
         if type(x) is DonatedTensor:
             raise ValueError(x.message)
@@ -101,19 +143,46 @@ def _signature(tensors: list[Tensor], static: Static) -> Any:
                 f"a tensor of shape {tuple(x.shape)} has requires_grad=True; a traced step "
                 "differentiates by itself: pass x.detach()"
             )
-    described = tuple((x.shape, x.stride(), x.dtype, x.device) for x in tensors)
-    first: dict[int, int] = {}
-    ties = tuple(first.setdefault(id(x), place) for place, x in enumerate(tensors))
-    key = (static, described, ties if len(first) < len(tensors) else None)
-    try:
-        hash(key)
-    except TypeError:
-        strange = next(x for x in static.others if x is not TENSOR and x.__hash__ is None)
-        raise TypeError(
-            f"an argument holds {strange!r}, which is neither a tensor nor hashable; "
-            "make it a tensor, or close over it"
-        ) from None
-    return key
+    described = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    ties = None
+    if len(set(map(id, tensors))) < len(tensors):
+        first: dict[int, int] = {}
+        ties = tuple(first.setdefault(id(x), place) for place, x in enumerate(tensors))
+    for x in static.others:
+        if x is not TENSOR and x.__hash__ is None:
+            raise TypeError(
+                f"an argument holds {x!r}, which is neither a tensor nor hashable; "
+                "make it a tensor, or close over it"
+            )
+    return Signature(static, described, ties)
+
+
+_DESCRIBED = ("shape", "stride", "dtype", "device")
+
+
+def _differences(old: Signature, new: Signature, args: tuple[Any, ...]) -> list[str]:
+    """What is new in a signature, in words, for each leaf."""
+    if old.static.treedef != new.static.treedef:
+        return ["the arguments have another structure, or other static fields"]
+    paths = describe(args)
+    found = [
+        f"{path} is {after!r}, and was {before!r}"
+        for path, before, after in zip(paths, old.static.others, new.static.others, strict=True)
+        if before != after
+    ]
+    of_tensors = [path for path, x in zip(paths, new.static.others, strict=True) if x is TENSOR]
+    if len(old.tensors) == len(new.tensors):
+        for path, before, after in zip(of_tensors, old.tensors, new.tensors, strict=True):
+            found += [
+                f"{path} has {what} {_plain(y)}, and had {_plain(x)}"
+                for what, x, y in zip(_DESCRIBED, before, after, strict=True)
+                if x != y and not (what == "stride" and before[0] != after[0])
+            ]
+    return found or ["tensors that were one are two now, or the other way round"]
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, tuple) else value
 
 
 def _executable(program: Program, compiler: Compiler) -> Callable[..., Any]:

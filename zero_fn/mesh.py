@@ -50,6 +50,7 @@ class _Bound(threading.local):
 
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
+        self.seen: dict[str, Axis] = {}
 
 
 _bound = _Bound()
@@ -82,10 +83,23 @@ def bind(axes: Mapping[str, Axis]) -> Iterator[None]:
     """Bind these axes, beside those that are bound already, for the extent of a ``with``."""
     outer = _bound.axes
     _bound.axes = {**outer, **axes}
+    for axis in axes.values():
+        if axis.group:
+            _bound.seen[axis.group] = axis
     try:
         yield
     finally:
         _bound.axes = outer
+
+
+@contextmanager
+def seen_axes() -> Iterator[dict[str, Axis]]:
+    """The axes that are bound meanwhile, by the names of their process groups."""
+    outer, _bound.seen = _bound.seen, {}
+    try:
+        yield _bound.seen
+    finally:
+        _bound.seen = outer
 
 
 class Mesh:
@@ -186,6 +200,17 @@ class Mesh:
     def _sizes(self) -> str:
         sizes = " × ".join(f"{name} {size}" for name, size in self.shape.items())
         return f"a mesh of {sizes or 'one rank'}"
+
+
+def is_gloo(group: str, device: torch.device) -> bool:
+    """Whether Gloo carries a group's tensors of that device; no group of an abstract mesh."""
+    if not dist.is_initialized():
+        return False
+    try:
+        found: Any = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, LookupError):
+        return False
+    return "gloo" in found._get_backend(device).name()
 
 
 def _processes(count: int) -> str:

@@ -5,17 +5,23 @@ transform and keeps collectives and kernels as nodes. A ``Program`` is that grap
 trees of its arguments and results: what a jaxpr is to JAX.
 """
 
-import math
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import tree
+from . import accounting, tree
+from .accounting import PARTS, Collective, Moment
+from .graphs import nbytes
+from .mesh import seen_axes
 from .sharding import Sharded
 from .tree import Tensor, TreeDef
 
@@ -30,36 +36,28 @@ class Static(NamedTuple):
 TENSOR = "<tensor>"
 
 
-class Collective(NamedTuple):
-    """One kind of collective in a program, over one axis or group.
-
-    Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        group: the process group's name; the axis' name for an abstract mesh.
-        calls: how many there are.
-        bytes_in: what one rank puts in, over all of them.
-        bytes_sent: what one rank sends, over all of them, by the ring algorithm.
-    """
-
-    kind: str
-    group: str
-    calls: int
-    bytes_in: int
-    bytes_sent: int
-
-
 class Peak(NamedTuple):
     """The most memory of a program.
 
     Attributes:
         bytes: what is alive at once, at most.
+        parts: the same, split into parameters, gathered parameters, gradients, optimizer state,
+            activations and other.
         inputs: how much of it are the arguments.
         operation: the operation that runs then.
+        line: the line of the user's program that it came from; empty where torch does not know.
     """
 
     bytes: int
+    parts: Mapping[str, int]
     inputs: int
     operation: str
+    line: str
+
+    def __str__(self) -> str:
+        split = ", ".join(f"{part} {_size(n)}" for part, n in self.parts.items() if n)
+        line = f" ({self.line})" if self.line else ""
+        return f"{_size(self.bytes)} at {self.operation}{line}: {split}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Program:
         results: the tree of the results, without its tensors.
         paths: the key path of each tensor of the arguments.
         donated: for each tensor of the arguments, whether its memory may be reused.
+        axes: for each process group, the mesh axis' name and size.
     """
 
     graph_module: GraphModule
@@ -79,77 +78,69 @@ class Program:
     results: Static
     paths: tuple[str, ...]
     donated: tuple[bool, ...]
+    axes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph as it is. Donated arguments may be overwritten."""
+        self.graph_module.recompile()
         tensors, _ = split(args)
         return join(self.graph_module(*tensors), self.results)
 
-    def collectives(self, group_size: int) -> list[Collective]:
-        """The collectives of a program of processes, or of an abstract rank.
+    def collectives(self) -> list[Collective]:
+        """The collectives of a program of processes, or of an abstract rank, by kind and axis."""
+        return accounting.collectives(self.graph_module.graph, self.axes)
 
-        Args:
-            group_size: the number of ranks of the groups.
+    def flops(self) -> int:
+        """The floating-point operations of matrix products, convolutions and attention."""
+        return accounting.flops(self.graph_module.graph)
+
+    def memory_timeline(self) -> list[Moment]:
+        """What is alive while each operation runs, in bytes.
+
+        Inputs are alive throughout; what the operations make, from there to its last use, and what
+        a collective sends, until it is waited for. Views count once, with what they look at.
         """
-        found: dict[tuple[str, str], list[int]] = {}
-        for node in self.graph_module.graph.nodes:
-            # A trailing underscore is the same collective in place.
-            name = getattr(node.target, "__name__", "").split(".")[0].rstrip("_")
-            if node.op == "call_function" and name in _RING:
-                size = nbytes(node.args[0])
-                sent = _RING[name](size, group_size)
-                entry = found.setdefault((name, node.args[-1]), [0, 0, 0])
-                entry[:] = entry[0] + 1, entry[1] + size, entry[2] + sent
-        return [
-            Collective(_KIND[name], group, *counted) for (name, group), counted in found.items()
-        ]
-
-    def memory_timeline(self) -> list[tuple[str, int]]:
-        """For each operation, its name and the bytes that are alive while it runs.
-
-        Inputs are alive throughout; what the operations make, from there to its last use. Views
-        count once, with what they look at.
-        """
-        nodes = [*self.graph_module.graph.nodes]
-        last: dict[Node, int] = {}
-        for place, node in enumerate(nodes):
-            sent = node.args[0].all_input_nodes if node.target is _WAIT else []
-            for used in [*node.all_input_nodes, *sent]:  # what travels is held until it is there
-                last[base(used)] = last[used] = place
-        timeline, alive = [], sum(nbytes(node) for node in nodes if node.op == "placeholder")
-        ending: dict[int, int] = {}
-        for place, node in enumerate(nodes):
-            if node.op == "call_function" and not is_alias(node) and not _is_item(node):
-                for part, size in _parts(node):
-                    alive += size
-                    end = last.get(part, place)
-                    ending[end] = ending.get(end, 0) + size
-            timeline.append((_named(node), alive))
-            alive -= ending.get(place, 0)
-        return timeline
+        return accounting.timeline(self.graph_module.graph, self._inputs())
 
     def peak(self) -> Peak:
-        """The most bytes that are alive at once, and the operation that runs then."""
-        operation, size = max(self.memory_timeline(), key=lambda entry: entry[1])
-        inputs = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
-        return Peak(size, sum(map(nbytes, inputs)), operation)
+        """The most bytes that are alive at once, what they are, and the operation that runs."""
+        moments = self.memory_timeline()
+        place = max(range(len(moments)), key=lambda place: moments[place].bytes)
+        node = [*self.graph_module.graph.nodes][place]
+        inputs = sum(nbytes(node) for node in self._inputs())
+        moment = moments[place]
+        return Peak(moment.bytes, moment.parts, inputs, moment.operation, _line_of(node))
+
+    def _inputs(self) -> dict[Node, str]:
+        """The part of memory that each input belongs to: by its key path, else by its use."""
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        found = {}
+        for node, path in zip(nodes, self.paths, strict=True):
+            named = next((part for name, part in _NAMED.items() if f"'{name}" in path), None)
+            found[node] = named or _used_as(node)
+        return found
 
     def __str__(self) -> str:
-        return "\n".join(_line(node) for node in self.graph_module.graph.nodes)
+        return "\n".join(_shown_line(node, self.axes) for node in self.graph_module.graph.nodes)
 
 
-_RING: dict[str, Callable[[int, int], int]] = {
-    "all_reduce": lambda size, n: 2 * size * (n - 1) // n,
-    "all_gather_into_tensor": lambda size, n: size * (n - 1),
-    "reduce_scatter_tensor": lambda size, n: size * (n - 1) // n,
-    "all_to_all_single": lambda size, n: size * (n - 1) // n,
-}
-_KIND = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+# The fields of zf.TrainState.
+_NAMED = {"params": "parameters", "opt_state": "optimizer state"}
+_ADAM = (  # the lists that zero_fn::adamw takes
+    (0, "parameters"),
+    (2, "optimizer state"),
+    (3, "optimizer state"),
+)
+
+
+def _used_as(node: Node) -> str:
+    """What an input is to the optimizer."""
+    for user in node.users:
+        if str(user.target).startswith("zero_fn.adamw"):
+            for place, part in _ADAM:
+                if node in user.args[place]:  # type: ignore[operator]
+                    return part
+    return "other"
 
 
 def split(value: Any) -> tuple[list[Tensor], Static]:
@@ -172,7 +163,11 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], donate: Sequence[int] = 
     Tensors that ``f`` captures become constants of the program.
     """
     tensors, arguments = split(args)
-    names, donated = _describe(args, donate)
+    kept = [place for place, other in enumerate(arguments.others) if other is TENSOR]
+    paths = describe(args)
+    names = tuple(paths[place] for place in kept)
+    owners = [place for place, argument in enumerate(args) for _ in tree.leaves(argument)]
+    donated = tuple(owners[place] in donate for place in kept)
     results: list[Static] = []
     # The same tensor at two places is one input, so that ties can be seen.
     first: dict[int, int] = {}
@@ -180,60 +175,54 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], donate: Sequence[int] = 
 
     def flat(*inputs: Tensor) -> list[Tensor]:
         given = [inputs[slot] for slot in slots]
-        out, static = split(f(*join(given, arguments)))
+        with _Lines():
+            out, static = split(f(*join(given, arguments)))
         results[:] = [static]
         return out
 
-    graph_module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    with seen_axes() as axes, fx_traceback.preserve_node_meta():
+        graph_module = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    return Program(graph_module, arguments, results[0], names, donated)
+    sizes = {group: (axis.name, axis.size) for group, axis in axes.items()}
+    return Program(graph_module, arguments, results[0], names, donated, sizes)
 
 
-def _describe(
-    args: tuple[Any, ...], donate: Sequence[int]
-) -> tuple[tuple[str, ...], tuple[bool, ...]]:
-    names: list[str] = []
-    donated: list[bool] = []
-    for place, argument in enumerate(args):
-        for path, leaf in zip(tree.paths(argument), tree.leaves(argument), strict=True):
-            if isinstance(leaf, Tensor):
-                names.append(f"argument {place}" + (f" at {path!r}" if path else ""))
-                donated.append(place in donate)
-    return tuple(names), tuple(donated)
+class _Lines(TorchDispatchMode):
+    """Notes with each operation the innermost line of a model, or of the user's own code."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        meta, frame = fx_traceback.get_current_meta(), sys._getframe(1)
+        meta["stack_trace"] = ""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == __file__ and code.co_name == "flat":
+                break  # what called the traced function made nothing
+            if _is_users(frame.f_globals.get("__name__", "")):
+                name = Path(code.co_filename).name
+                meta["stack_trace"] = f"{name}:{frame.f_lineno} {code.co_name}"
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return func(*args, **(kwargs or {}))
 
 
-def is_alias(node: Node) -> bool:
-    """Whether a node's value looks at the memory of its first argument, or writes into it."""
-    if node.target is operator.getitem:
-        return is_alias(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    return node.target in _UNDECLARED or bool(returns and returns[0].alias_info is not None)
+_LIBRARIES = ("torch", "optree", "einops", "functools", "contextlib", "zero_fn")
 
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-# Aliases that their schemas do not declare.
-_UNDECLARED = {
-    torch.ops.aten._unsafe_view.default,
-    _WAIT,
-}
+@functools.cache
+def _is_users(module: str) -> bool:
+    return module.startswith("zero_fn.models.") or module.split(".")[0] not in _LIBRARIES
 
 
-def base(node: Node) -> Node:
-    """The node whose memory a chain of views looks at."""
-    while node.op == "call_function" and is_alias(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def rebuilt(program: Program) -> Program:
-    """A program after a pass changed its graph."""
-    program.graph_module.graph.lint()
-    program.graph_module.recompile()
-    return replace(program)
+def describe(args: tuple[Any, ...]) -> list[str]:
+    """What to call each leaf of the arguments in a message."""
+    return [
+        f"argument {place}" + (f" at {path!r}" if path else "")
+        for place, argument in enumerate(args)
+        for path in tree.paths(argument)
+    ]
 
 
 def sharded_inputs(program: Program) -> dict[Node, Sharded]:
@@ -245,34 +234,7 @@ def sharded_inputs(program: Program) -> dict[Node, Sharded]:
     return {piece.local: piece for piece in pieces if isinstance(piece, Sharded)}
 
 
-def nbytes(node: Any) -> int:
-    """The bytes of a node's value, tuples and lists added up."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    values = value if isinstance(value, tuple | list) else [value]
-    return sum(
-        math.prod(x.shape) * x.element_size() if isinstance(x, Tensor) else 0 for x in values
-    )
-
-
-def _is_item(node: Node) -> bool:
-    return node.target is operator.getitem
-
-
-def _parts(node: Node) -> list[tuple[Node, int]]:
-    """What a node makes: itself, or each of its several results that is taken from it."""
-    value = node.meta.get("val")
-    if not isinstance(value, tuple | list):
-        return [(node, nbytes(node))]
-    taken = {user.args[1]: user for user in node.users if _is_item(user)}
-    sizes = [x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in value]
-    return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
-
-
-def _named(node: Node) -> str:
-    return f"{node.name} = {getattr(node.target, '__name__', node.target)}"
-
-
-def _line(node: Node) -> str:
+def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
     if node.op == "output":
         return f"return {_shown(node.args[0])}"
     value = node.meta.get("val")
@@ -281,10 +243,29 @@ def _line(node: Node) -> str:
         return f"input {node.name}{kind}"
     if node.op == "get_attr":
         return f"constant {node.name}{kind}"
-    name = getattr(node.target, "__name__", str(node.target))
+    name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     arguments = [_shown(x) for x in node.args]
+    collective = accounting.kind_of(node)
+    notes = [_line_of(node)]
+    if collective is not None:
+        axis, ranks = axes.get(str(node.args[-1]), (node.args[-1], 1))
+        name, arguments = collective, [_shown(node.args[0]), f"{axis}={ranks}"]
+        sent = accounting.RING[collective](nbytes(node.args[0]), ranks)
+        notes.insert(0, f"sends {_size(sent)}")
     arguments += [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
-    return f"{node.name}{kind} = {name}({', '.join(arguments)})"
+    note = "; ".join(filter(None, notes))
+    return f"{node.name}{kind} = {name}({', '.join(arguments)})" + (f"  # {note}" if note else "")
+
+
+def _line_of(node: Node) -> str:
+    return node.meta.get("stack_trace", "")
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def _shown(value: Any) -> str:
@@ -293,7 +274,16 @@ def _shown(value: Any) -> str:
     return value.name if isinstance(value, Node) else str(value)
 
 
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+
+
 def _typed(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
+        dtype = str(value.dtype).removeprefix("torch.")
+        word = re.match(r"(bfloat|float|uint|int)(?=\d+$)", dtype)
+        dtype = _SHORT[word[0]] + dtype[word.end() :] if word else dtype
+        return f"{dtype}[{','.join(map(str, value.shape))}]"
     return f"({', '.join(_typed(x) for x in value)})" if isinstance(value, tuple | list) else "?"
+
+
+__all__ = ["PARTS", "TENSOR", "Collective", "Moment", "Peak", "Program", "Static", "trace"]

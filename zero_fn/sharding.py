@@ -15,6 +15,7 @@ never know.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -112,8 +113,8 @@ class ZeRO3(Flat):
 STAGES: tuple[Scheme, ...] = (Replicated(), ZeRO1(), ZeRO2(), ZeRO3())
 
 
-class _Cut(NamedTuple):
-    """The static fields of a piece."""
+class Cut(NamedTuple):
+    """How a tensor is cut: the static fields of its pieces."""
 
     shape: Shape
     axis: AxisName
@@ -135,14 +136,29 @@ class Sharded:
         parts: the number of ranks it is cut for.
     """
 
-    __slots__ = ("axis", "local", "parts", "scheme", "shape")
+    __slots__ = ("cut", "local")
     __zero_fn_placed__ = True
 
     def __init__(
         self, local: Any, shape: Shape, axis: AxisName, scheme: Scheme, parts: int
     ) -> None:
-        self.local, self.shape, self.axis = local, shape, axis
-        self.scheme, self.parts = scheme, parts
+        self.local, self.cut = local, Cut(shape, axis, scheme, parts)
+
+    @property
+    def shape(self) -> Shape:
+        return self.cut.shape
+
+    @property
+    def axis(self) -> AxisName:
+        return self.cut.axis
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.cut.scheme
+
+    @property
+    def parts(self) -> int:
+        return self.cut.parts
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole tensor that ``local`` is a piece of, as the scheme gathers it.
@@ -160,7 +176,7 @@ class Sharded:
 
     def like(self, local: Tensor) -> "Sharded":
         """Another piece that is cut the same way."""
-        return Sharded(local, self.shape, self.axis, self.scheme, self.parts)
+        return _piece(self.cut, (local,))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -182,12 +198,13 @@ class Sharded:
         return f"{whole} as 1/{self.parts} of {axis}"
 
 
-tree.register_node(
-    Sharded,
-    lambda node: ((node.local,), _Cut(node.shape, node.axis, node.scheme, node.parts)),
-    lambda cut, parts: Sharded(parts[0], *cut),
-    lambda cut: ("local",),
-)
+def _piece(cut: Cut, parts: Sequence[Any]) -> Sharded:
+    piece = object.__new__(Sharded)
+    piece.local, piece.cut = parts[0], cut
+    return piece
+
+
+tree.register_node(Sharded, lambda node: ((node.local,), node.cut), _piece, ("local",))
 
 
 class Tied:

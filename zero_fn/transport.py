@@ -5,10 +5,7 @@ along dimension 0. Neither knows of derivatives: those are in ``collectives.py``
 them.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from .tree import Tensor
 
@@ -28,17 +25,6 @@ CARRIED = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
-
-
-def is_gloo(group: str, device: torch.device) -> bool:
-    """Whether Gloo carries a group's tensors of that device; no group of an abstract mesh."""
-    if not dist.is_initialized():
-        return False
-    try:
-        found: Any = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    except (RuntimeError, ValueError, LookupError):
-        return False
-    return "gloo" in found._get_backend(device).name()
 
 
 def _carried(x: Tensor) -> Tensor:

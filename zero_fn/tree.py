@@ -100,7 +100,7 @@ def register_node(
     cls: type,
     flatten_node: Callable[[Any], tuple[Sequence[Any], Any]],
     unflatten_node: Callable[[Any, Any], Any],
-    names: Callable[[Any], Sequence[str]],
+    names: Sequence[str] | Callable[[Any], Sequence[str]],
 ) -> None:
     """Register a node with optree (this namespace) and with torch, so torch.func sees through it.
 
@@ -108,12 +108,12 @@ def register_node(
         cls: the class of the node.
         flatten_node: node to (children, static fields).
         unflatten_node: (static fields, children) to node.
-        names: the static fields to the name of each child, for key paths.
+        names: the name of each child, for key paths; or a function of the static fields to them.
     """
 
     def flatten_named(node: Any) -> tuple[Sequence[Any], Any, Sequence[str]]:
         parts, static = flatten_node(node)
-        return parts, static, names(static)
+        return parts, static, names(static) if callable(names) else names
 
     optree.register_pytree_node(cls, flatten_named, unflatten_node, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(

@@ -12,8 +12,10 @@ DeepSpeed takes part where it is installed: ``DS_BUILD_OPS=0 pip install -e '.[p
 import argparse
 import contextlib
 import importlib.util
+import os
 import statistics
 import sys
+import tempfile
 from typing import NamedTuple
 
 from rich.console import Console
@@ -71,6 +73,8 @@ def measure(
     wire: dict[str, int | None] = {}
     times: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
+        # The ranks inherit it.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
         pools: dict[str, ProcessPool] = {}
         for name in [*peers, *ours]:
             pool = ProcessPool(group.processes, time_limit=600)

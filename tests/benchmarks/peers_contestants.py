@@ -7,7 +7,6 @@ ranks of a pool. ``BUILD`` names them; the peers' libraries are imported when on
 import gc
 import importlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -121,7 +120,7 @@ def ours(config: gpt.Config, stage: int, compiler: Any) -> Job:
     init, step = zf.train_step(loss_fn, optimizer, mesh, stage=stage, compiler=compiler)
     state = [init(gpt.init(config))]
     program = step.trace(state[0], batch(config, 0, ranks))  # type: ignore[attr-defined]
-    wire = sum(found.bytes_sent for found in program.collectives(ranks))
+    wire = sum(found.bytes_sent for found in program.collectives())
     del program
 
     def run(number: int) -> float:
@@ -264,7 +263,6 @@ def build(name: str, config: gpt.Config, steps: int) -> tuple[list[float], int |
     """Make a contestant on this rank; the losses of its first steps, and its bytes on the wire."""
     # Inductor's workers would take a core each from the ranks that are measured.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="inductor"))
     for library in _LIBRARIES + ("deepspeed",) * name.startswith("DeepSpeed"):
         importlib.import_module(library)  # what code takes is not what a step takes
     _baseline[0] = _anonymous()

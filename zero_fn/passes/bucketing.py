@@ -5,23 +5,25 @@ them costs a copy.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..program import Program, nbytes, rebuilt
-from .graphs import (
+from ..graphs import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
     WAIT,
     call,
+    nbytes,
     order,
     prepared,
     readers,
     views,
     wait_of,
 )
+from ..program import Program
 
 LIMIT = 4 << 20  # bytes in a bucket
 LARGE = 1 << 20  # bytes of a tensor that travels alone
@@ -46,7 +48,7 @@ def bucket(program: Program) -> Program:
             for run in runs(members, order(program.graph_module.graph)):
                 if len(run) > 1:
                     join(run)
-    return rebuilt(program)
+    return program
 
 
 def _payload(node: Node) -> int:
@@ -98,7 +100,7 @@ def _join_gathers(members: Sequence[Node]) -> None:
             first.prepend(part)
     ranks = first.args[1]
     with graph.inserting_before(first):
-        pieces = [call(graph, aten.view.default, node.args[0], [-1]) for node in members]
+        pieces = [_viewed(node.args[0], -1) for node in members]
         sent = call(graph, aten.cat.default, pieces)
         gathered = call(graph, ALL_GATHER, sent, *first.args[1:])
         rows = call(graph, aten.view.default, call(graph, WAIT, gathered), [ranks, -1])
@@ -107,7 +109,7 @@ def _join_gathers(members: Sequence[Node]) -> None:
             end = start + piece.meta["val"].numel()
             part = call(graph, aten.slice.Tensor, rows, 1, start, end)
             own = call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
-            results.append(call(graph, aten.view.default, own, [*node.meta["val"].shape]))
+            results.append(_viewed(own, *node.meta["val"].shape))
             start = end
     _replace(members, results)
 
@@ -127,11 +129,19 @@ def _join_scatters(members: Sequence[Node]) -> None:
 def _join_sums(members: Sequence[Node]) -> None:
     last, graph = members[-1], members[-1].graph
     with graph.inserting_before(last):
-        flat = [call(graph, aten.view.default, node.args[0], [-1]) for node in members]
+        flat = [_viewed(node.args[0], -1) for node in members]
         sent = call(graph, aten.cat.default, flat)
         reduced = call(graph, WAIT, call(graph, ALL_REDUCE, sent, *last.args[1:]))
         parts = _parts(members, reduced)
     _replace(members, parts)
+
+
+def _viewed(node: Any, *shape: int) -> Node:
+    """A view of another shape; the node itself where that is its shape, or both are flat."""
+    have = tuple(node.meta["val"].shape)
+    if shape == have or (shape == (-1,) and len(have) == 1):
+        return node
+    return call(node.graph, aten.view.default, node, [*shape])
 
 
 def _parts(members: Sequence[Node], joined: Node) -> list[Node]:
@@ -141,7 +151,7 @@ def _parts(members: Sequence[Node], joined: Node) -> list[Node]:
         value = node.meta["val"]
         end = start + value.numel()
         part = call(node.graph, aten.slice.Tensor, joined, 0, start, end)
-        found.append(call(node.graph, aten.view.default, part, [*value.shape]))
+        found.append(_viewed(part, *value.shape))
         start = end
     return found
 

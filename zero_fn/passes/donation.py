@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..program import Program, base, rebuilt
-from .graphs import WAIT
+from ..graphs import WAIT, base
+from ..program import Program
 
 
 def own_results(program: Program) -> Program:
@@ -25,7 +25,7 @@ def own_results(program: Program) -> Program:
             for node in output.args[0]
         ]
     output.args = (results,)
-    return rebuilt(program)
+    return program
 
 
 def update_in_place(program: Program) -> Program:
@@ -43,7 +43,7 @@ def update_in_place(program: Program) -> Program:
             old, added = node.args
             if free.after(old, node) and _same(old, node) and not _shares(added, old):
                 _replaced(node, torch.ops.aten.add_.Tensor, (old, added))
-    return rebuilt(program)
+    return program
 
 
 def _adam_in_place(program: Program, node: Node) -> None:

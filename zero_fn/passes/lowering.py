@@ -2,19 +2,20 @@
 
 import torch
 
-from ..program import Program, base, rebuilt
-from ..transport import is_gloo
-from .graphs import (
+from ..graphs import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    base,
     c10d,
     call,
     readers,
     wait_of,
     written,
 )
+from ..mesh import is_gloo
+from ..program import Program
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ def reduce_in_place(program: Program) -> Program:
         own = source.op == "call_function" and not written(source)
         if own and [*readers(source)] == [node] and node.args[0].meta["val"].is_contiguous():
             node.target = c10d.all_reduce_.default
-    return rebuilt(program)
+    return program
 
 
 def exchange_on_gloo(program: Program) -> Program:
@@ -51,4 +52,4 @@ def exchange_on_gloo(program: Program) -> Program:
         wait.replace_all_uses_with(total)
         graph.erase_node(wait)
         graph.erase_node(node)
-    return rebuilt(program)
+    return program

@@ -9,18 +9,20 @@ from collections import deque
 
 from torch.fx import Node
 
-from ..program import Program, base, nbytes, rebuilt
-from .graphs import (
+from ..graphs import (
     ALL_GATHER,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    base,
+    nbytes,
     order,
     prepared,
     views,
     wait_of,
     written,
 )
+from ..program import Program
 
 AHEAD = 8 << 20  # bytes of gathers that may be under way; one may, whatever its size
 UNDER_WAY = 16 << 20  # bytes of gradients that may be under way to their reduction
@@ -31,7 +33,7 @@ def overlap(program: Program) -> Program:
     _wait_late(program)
     _bound_reductions(program)
     _gather_ahead(program)
-    return rebuilt(program)
+    return program
 
 
 def _wait_late(program: Program) -> None:

@@ -7,8 +7,8 @@ until the backward. These passes move and repeat collectives; they change no num
 
 from torch.fx import Graph, Node
 
-from ..program import Program, base, nbytes, rebuilt, sharded_inputs
-from .graphs import ALL_GATHER, REDUCTIONS, WAIT, origin, prepared, readers
+from ..graphs import ALL_GATHER, REDUCTIONS, WAIT, base, nbytes, origin, prepared, readers
+from ..program import Program, sharded_inputs
 
 SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 
@@ -22,7 +22,7 @@ def reduce_early(program: Program) -> Program:
         for part in chain:
             place.append(part)
             place = part
-    return rebuilt(program)
+    return program
 
 
 def gather_late(program: Program) -> Program:
@@ -54,7 +54,7 @@ def gather_late(program: Program) -> Program:
         _redirect(use, gather, held[gather])
     for gather in repeated:
         _erase(gather)
-    return rebuilt(program)
+    return program
 
 
 def _erase(node: Node) -> None:

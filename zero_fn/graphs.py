@@ -1,9 +1,11 @@
-"""What the passes share: new nodes with their values, collectives and their waits, who reads what.
+"""Graphs of operations: memory and views, collectives and their waits, who reads what.
 
 A collective only starts where its node stands; its input is read, and its result there, at its
 ``wait_tensor``.
 """
 
+import math
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from ..program import is_alias
+from .tree import Tensor
 
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
@@ -45,6 +47,54 @@ def _value(node: Node) -> Any:
 def order(graph: Graph) -> dict[Node, int]:
     """The place of each node."""
     return {node: place for place, node in enumerate(graph.nodes)}
+
+
+def is_alias(node: Node) -> bool:
+    """Whether a node's value looks at the memory of its first argument, or writes into it."""
+    if node.target is operator.getitem:
+        return is_alias(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return node.target in _UNDECLARED or bool(returns and returns[0].alias_info is not None)
+
+
+# Aliases that their schemas do not declare.
+_UNDECLARED = {
+    torch.ops.aten._unsafe_view.default,
+    WAIT,
+}
+
+
+def base(node: Node) -> Node:
+    """The node whose memory a chain of views looks at."""
+    while node.op == "call_function" and is_alias(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def nbytes(node: Any) -> int:
+    """The bytes of a node's value, tuples and lists added up."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    values = value if isinstance(value, tuple | list) else [value]
+    return sum(
+        math.prod(x.shape) * x.element_size() if isinstance(x, Tensor) else 0 for x in values
+    )
+
+
+def is_item(node: Node) -> bool:
+    """Whether a node takes one of several results."""
+    return node.target is operator.getitem
+
+
+def parts(node: Node) -> list[tuple[Node, int]]:
+    """What a node makes: itself, or each of its several results that is taken from it."""
+    value = node.meta.get("val")
+    if not isinstance(value, tuple | list):
+        return [(node, nbytes(node))]
+    taken = {user.args[1]: user for user in node.users if is_item(user)}
+    sizes = [x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in value]
+    return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
 
 
 def wait_of(collective: Node) -> Node | None:

@@ -1,0 +1,234 @@
+"""Accounting: what a graph of operations sends, computes and holds in memory."""
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from .graphs import (
+    ALL_GATHER,
+    WAIT,
+    base,
+    is_alias,
+    is_item,
+    nbytes,
+    origin,
+    parts,
+    prepared,
+    views,
+)
+
+# The ring algorithm's bytes that a rank sends, from the bytes it puts in and the number of ranks.
+RING: dict[str, Callable[[int, int], int]] = {
+    "all_reduce": lambda size, n: 2 * size * (n - 1) // n,
+    "all_gather": lambda size, n: size * (n - 1),
+    "reduce_scatter": lambda size, n: size * (n - 1) // n,
+    "all_to_all": lambda size, n: size * (n - 1) // n,
+}
+_KIND = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+PARTS = (
+    "parameters",
+    "gathered parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "other",
+)
+
+
+class Collective(NamedTuple):
+    """The collectives of one kind over one axis.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        axis: the mesh axis' name.
+        calls: how many there are.
+        bytes_in: what one rank puts in, over all of them.
+        bytes_sent: what one rank sends, over all of them, by the ring algorithm.
+    """
+
+    kind: str
+    axis: str
+    calls: int
+    bytes_in: int
+    bytes_sent: int
+
+
+class Moment(NamedTuple):
+    """What is alive while one operation runs.
+
+    Attributes:
+        operation: its name in the program.
+        bytes: what is alive.
+        parts: the same, split into :data:`PARTS`.
+    """
+
+    operation: str
+    bytes: int
+    parts: Mapping[str, int]
+
+
+def kind_of(node: Node) -> str | None:
+    """The kind of a collective; None for other operations."""
+    if node.op != "call_function" or getattr(node.target, "namespace", "") != "_c10d_functional":
+        return None
+    return _KIND.get(node.target.__name__.split(".")[0])  # type: ignore[union-attr]
+
+
+def collectives(graph: Graph, axes: Mapping[str, tuple[str, int]]) -> list[Collective]:
+    """The collectives of a graph.
+
+    Args:
+        graph: the graph of one rank.
+        axes: for each process group, the axis' name and size.
+    """
+    found: dict[tuple[str, str], list[int]] = {}
+    for node in graph.nodes:
+        kind = kind_of(node)
+        if kind is not None:
+            axis, ranks = axes[node.args[-1]]
+            size = nbytes(node.args[0])
+            entry = found.setdefault((kind, axis), [0, 0, 0])
+            entry[:] = entry[0] + 1, entry[1] + size, entry[2] + RING[kind](size, ranks)
+    return [Collective(kind, axis, *counted) for (kind, axis), counted in found.items()]
+
+
+def flops(graph: Graph) -> int:
+    """The floating-point operations of matrix products, convolutions and attention."""
+    return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+def _counter() -> Any:
+    """torch's formulas; imported when they are used, because they bring torch._dynamo."""
+    return importlib.import_module("torch.utils.flop_counter")
+
+
+def _attention_on_cpu(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(_counter().sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _attention_backward_on_cpu(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(_counter().sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+_aten = torch.ops.aten
+# Values in, FLOPs out; torch's own registry does not know these.
+FLOPS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_on_cpu,
+}
+
+
+def _flops(node: Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+    if packet in FLOPS:
+        return FLOPS[packet](*args, **kwargs)
+    registry = _counter().flop_registry
+    if packet in registry:
+        return int(registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+    return 0
+
+
+def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
+    """What is alive while each operation runs.
+
+    Inputs are alive throughout; what an operation makes, from there to its last use, and what a
+    collective sends, until its result is waited for. Views count once, with what they look at.
+
+    Args:
+        graph: the graph.
+        inputs: the part that each input belongs to.
+    """
+    nodes = [*graph.nodes]
+    last: dict[Node, int] = {}
+    for place, node in enumerate(nodes):
+        sent = node.args[0].all_input_nodes if node.target is WAIT else []
+        for used in [*node.all_input_nodes, *sent]:
+            last[base(used)] = last[used] = place
+    belongs = _parts_of(nodes, inputs)
+    alive = dict.fromkeys(PARTS, 0)
+    for node, part in inputs.items():
+        alive[part] += nbytes(node)
+    ending: dict[int, list[tuple[str, int]]] = {}
+    moments = []
+    for place, node in enumerate(nodes):
+        if node.op == "call_function" and not is_alias(node) and not is_item(node):
+            for result, size in parts(node):
+                part = belongs.get(node, "other")
+                alive[part] += size
+                ending.setdefault(last.get(result, place), []).append((part, size))
+        moments.append(Moment(_named(node), sum(alive.values()), dict(alive)))
+        for part, size in ending.pop(place, []):
+            alive[part] -= size
+    return moments
+
+
+def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, str]:
+    """The part of memory that each operation's result belongs to.
+
+    What a gather of parameters makes is a gathered parameter; what is reduced or handed to the
+    optimizer as a gradient, and what prepares and follows it, is a gradient; what comes before the
+    last gradient is an activation, what comes after is neither.
+    """
+    found: dict[Node, str] = {}
+    gradients: list[Node] = []
+    for node in nodes:
+        if node.target is ALL_GATHER and inputs.get(_first_origin(node)) == "parameters":
+            _claim(found, "gathered parameters", [*prepared(node), node, *_copies(node)])
+        elif kind_of(node) in ("all_reduce", "reduce_scatter", "all_to_all"):
+            gradients += [node, *_sources(node)]
+        elif _name(node) in ("zero_fn::adamw", "zero_fn::adamw_"):
+            gradients += [base(x) for x in node.args[1]]  # type: ignore[union-attr,arg-type]
+    _claim(found, "gradients", [node for node in gradients if node.op == "call_function"])
+    end = max((place for place, node in enumerate(nodes) if node in set(gradients)), default=-1)
+    for place, node in enumerate(nodes):
+        if node.op == "call_function":
+            found.setdefault(node, "activations" if place <= end else "other")
+    return found
+
+
+def _claim(found: dict[Node, str], part: str, nodes: Iterable[Node]) -> None:
+    for node in nodes:
+        found.setdefault(node, part)
+
+
+def _sources(collective: Node) -> list[Node]:
+    """What a reduction sends, through buckets, paddings and copies."""
+    found, waiting = [], [collective.args[0]]
+    while waiting:
+        node = base(waiting.pop())  # type: ignore[arg-type]
+        found.append(node)
+        if node.target in (_aten.cat.default, _aten.clone.default, _aten.constant_pad_nd.default):
+            waiting += node.all_input_nodes
+    return found
+
+
+def _first_origin(gather: Node) -> Node:
+    source = origin(gather)
+    if source.target is _aten.cat.default:  # a bucket
+        source = base(source.all_input_nodes[0])
+    return source
+
+
+def _copies(gather: Node) -> list[Node]:
+    """The copies that a bucket's members are taken out by."""
+    return [
+        user for view in views(gather) for user in view.users if user.target is _aten.clone.default
+    ]
+
+
+def _name(node: Node) -> str:
+    return str(node.target._schema.name) if hasattr(node.target, "_schema") else ""
+
+
+def _named(node: Node) -> str:
+    return f"{node.name} = {getattr(node.target, '__name__', node.target)}"
