@@ -54,7 +54,8 @@ def functional_collectives() -> dict[str, str]:
 
 def test_torchs_functional_collectives_under_torch_func() -> None:
     for said in run_on_processes(2, functional_collectives):
-        assert "setup_context" in said["all_gather grad"], tell(
+        refused = "setup_context", "cannot use C++ torch::autograd::Function"  # torch 2.11's words
+        assert any(words in said["all_gather grad"] for words in refused), tell(
             f"its all-gather works under torch.func.grad: {said}; collectives.py may call it"
         )
         assert said["jvp"] == "[0.0, 0.0]", tell(

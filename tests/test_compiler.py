@@ -246,6 +246,9 @@ def test_inside_another_transform_it_is_the_function_itself() -> None:
     torch.testing.assert_close(compiled(x), (x * x).sum() * 2)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="Dynamo of older versions cannot tell tied tensors apart"
+)
 def test_torch_compile_of_the_undecorated_step() -> None:
     mesh = zf.Mesh(dp=2)
     pieces = zf.spmd(lambda p: zf.shard(p, 3), mesh)(mlp())
