@@ -13,6 +13,8 @@ _HOME: dict[str, str] = {
     "dense_attention": "flash_attention",
     "fused_adamw": "adam",
     "fused_adamw_": "adam",
+    "sign_pack": "sign_packing",
+    "sign_unpack": "sign_packing",
 }
 
 __all__ = list(_HOME)

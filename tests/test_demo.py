@@ -34,6 +34,15 @@ def test_trains_reports_and_checks(dp: int, stage: int, capsys: pytest.CaptureFi
         assert float(measured[column]) == pytest.approx(float(formula[column]), abs=0.002)
 
 
+def test_trains_on_one_bit_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "10", "--dp", "2", "--compress", "1bit"]) == 0
+    out = capsys.readouterr().out
+    assert "2 steps at full precision, then one bit a value" in out
+    assert "the first 2 steps run dense, with torch.optim alone: losses agree" in out
+    assert main([*TINY, "--dp", "2", "--compress", "1bit", "--stage", "3"]) == 2
+    assert "use stage 0 or 1" in capsys.readouterr().err
+
+
 def test_two_processes_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]

@@ -29,6 +29,11 @@ from .autodiff import grad, grad_and_value, remat
 # ZeRO: cutting a tree over ranks, and putting it together.
 from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 
+# Compressed communication: means of gradients in few bytes, with error feedback.
+from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
+from .compression import compress, compression_state
+from .feedback import ErrorFeedback
+
 # Pipeline schedules as data: build, check, time and draw them; cut layers into stages.
 from .pipelining.builders import pipeline_schedule
 from .pipelining.checking import check_schedule
@@ -37,6 +42,7 @@ from .pipelining.timeline import timeline
 
 # Optimizers, as (init, update) pairs.
 from .optim import (
+    LocalOptimizer,
     Optimizer,
     adam,
     adamw,
@@ -44,13 +50,17 @@ from .optim import (
     apply_updates,
     chain,
     clip_by_global_norm,
+    compressed,
     constant,
     global_norm,
+    onebit_adam,
+    onebit_lamb,
     scale_by_adam,
     scale_by_learning_rate,
     sgd,
     warmup_cosine,
     warmup_linear,
+    zero_one_adam,
 )
 
 # Tracing a step into one graph.
@@ -65,11 +75,19 @@ from . import testing
 from .tree import register_dataclass
 
 __all__ = [
+    "BFloat16",
+    "Codec",
+    "ErrorFeedback",
+    "Int8",
+    "LocalOptimizer",
     "Mesh",
+    "OneBit",
     "Optimizer",
+    "PowerSGD",
     "Program",
     "Scheme",
     "Sharded",
+    "TopK",
     "Train",
     "TrainState",
     "accumulate",
@@ -85,6 +103,9 @@ __all__ = [
     "chain",
     "check_schedule",
     "clip_by_global_norm",
+    "compress",
+    "compressed",
+    "compression_state",
     "constant",
     "fit",
     "gather_tree",
@@ -92,6 +113,8 @@ __all__ = [
     "grad",
     "grad_and_value",
     "jit",
+    "onebit_adam",
+    "onebit_lamb",
     "partition",
     "pipeline_schedule",
     "pmean",
@@ -114,4 +137,5 @@ __all__ = [
     "unshard",
     "warmup_cosine",
     "warmup_linear",
+    "zero_one_adam",
 ]

@@ -16,9 +16,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--dp", type=_positive, default=4, help="data-parallel ranks")
-    demo.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO's stage")
+    demo.add_argument(
+        "--stage", type=int, choices=range(4), help="ZeRO's stage; 3, or 0 with --compress"
+    )
     demo.add_argument("--steps", type=_positive, default=150, help="steps to train")
     demo.add_argument("--preset", default="small", help="the size of the model")
+    demo.add_argument(
+        "--compress",
+        metavar="METHOD",
+        help="how gradients travel: 1bit, bf16, int8, topk, powersgd",
+    )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
     given = vars(parser.parse_args(arguments))
     given.pop("command")

@@ -13,14 +13,14 @@ import torch
 from . import tree
 from .autodiff import grad_and_value
 from .collectives import AxisName, axis_size, psum
-from .sharding import Sharded, is_piece, tie_whole
+from .sharding import Scheme, Sharded, is_piece, tie_whole
 from .tree import PyTree, Tensor
 
 LossFn = Callable[[PyTree, PyTree], Tensor]
 
 
 def accumulate(
-    loss_fn: LossFn, microbatches: int = 1, axis: AxisName = "dp"
+    loss_fn: LossFn, microbatches: int = 1, axis: AxisName = "dp", *, reduce: bool = True
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, Tensor]]:
     """The gradient and value of the mean loss over all ranks and micro-batches.
 
@@ -28,21 +28,27 @@ def accumulate(
         loss_fn: (whole params, micro-batch) to the mean loss over the micro-batch's rows, 0-dim.
         microbatches: how many equal parts a rank's batch is cut into, along dimension 0.
         axis: the axis, or axes, whose ranks have different batches.
+        reduce: False: the gradients are this rank's own, by the whole parameters, and nobody has
+            reduced them, as :func:`zero_fn.compress` and the 1-bit optimizers take them.
 
     Returns:
         A function (params as :func:`zero_fn.shard` cut them, this rank's batch) to
         ``(grads, value)``, for use inside ``spmd``; equal to one big batch.
 
     Raises:
-        ValueError: if ``microbatches`` is not positive, or does not divide a rank's batch.
+        ValueError: if ``microbatches`` is not positive, or does not divide a rank's batch; with
+            ``reduce=False``, for a leaf of a stage that reduces in every micro-batch.
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches is {microbatches!r}; it must be an int of 1 or more")
 
     def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, Tensor]:
+        if not reduce:
+            params = tree.map(_own, params, is_leaf=is_piece)
         nodes, treedef = tree.flatten(params, is_piece)
         leaves = [_Leaf(node) for node in nodes]
-        share = 1 / (microbatches * axis_size(axis))
+        ranks = axis_size(axis)
+        share = 1 / (microbatches * (ranks if reduce else 1))
 
         def loss(values: list[Any], microbatch: PyTree) -> Tensor:
             whole = [leaf.use(value) for leaf, value in zip(leaves, values, strict=True)]
@@ -54,10 +60,27 @@ def accumulate(
             values.append(value)
             for leaf, g in zip(leaves, grads, strict=True):
                 leaf.add(g)
-        total = psum(torch.stack(values).sum(), axis)
+        total = psum(torch.stack(values).sum() / (1 if reduce else ranks), axis)
         return tree.unflatten(treedef, [leaf.gradient() for leaf in leaves]), total
 
     return accumulated
+
+
+def check_unreduced(scheme: Scheme) -> None:
+    """Refuse a scheme whose gradients exist only reduced."""
+    if scheme.gather_at != "step" or scheme.reduce_at != "step":
+        raise ValueError(
+            f"{scheme!r} gathers parameters or reduces gradients in every micro-batch, so that a "
+            "rank's own gradients are never whole, and there is nothing to compress; use stage 0 "
+            "or 1"
+        )
+
+
+def _own(node: Any) -> Any:
+    if not isinstance(node, Sharded):
+        return node
+    check_unreduced(node.scheme)
+    return node.whole(node.local)
 
 
 class _Leaf:

@@ -20,7 +20,7 @@ from .collectives import all_gather_invariant, pmean
 from .compiler import jit
 from .mesh import Mesh
 from .models import gpt
-from .optim import adamw, warmup_cosine
+from .optim import adamw, onebit_adam, warmup_cosine
 from .ranks import spmd
 from .sharding import unshard
 from .train import TrainState, fit, train_step
@@ -30,6 +30,7 @@ PEAK, WARMUP, DECAY, CLIP = 2e-3, 20, 0.1, 1.0
 ROWS = 16  # sequences a step, over all ranks
 CHECKED = 20  # steps that are run again, dense
 TOLERANCE = 1e-4  # relative, of the losses of float32 runs that add in different orders
+COMPRESSED_TOLERANCE = 0.05  # the same where gradients are rounded or cut
 TEXT_LIMIT = 8 << 20  # bytes of text that are read
 
 Batch = tuple[Tensor, Tensor]
@@ -39,14 +40,18 @@ class Options(NamedTuple):
     """What the command line says."""
 
     dp: int = 4
-    stage: int = 3
+    stage: int | None = None  # 3, or 0 where gradients travel compressed
     steps: int = 150
     preset: str = "small"
     text: Path | None = None
+    compress: str | None = None
 
 
 def run(options: Options) -> int:
     """Train, report and check; 0 if the dense run agrees, else 1."""
+    if options.stage is None:
+        options = options._replace(stage=3 if options.compress is None else 0)
+    assert options.stage is not None
     mesh = Mesh(dp=options.dp)
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     config = gpt.preset(options.preset)
@@ -62,12 +67,19 @@ def run(options: Options) -> int:
     def loss_fn(params: PyTree, batch: Batch) -> Tensor:
         return gpt.loss(params, batch, config)
 
-    optimizer = adamw(
-        warmup_cosine(PEAK, min(WARMUP, options.steps - 1), options.steps),
-        weight_decay=DECAY,
-        mask=lambda path, shape: len(shape) > 1,
-    )
-    init, step = train_step(loss_fn, optimizer, mesh, stage=options.stage, clip=CLIP)
+    # What travels compressed is clipped by a bound of its norm, which no dense run knows.
+    clip = CLIP if options.compress is None else None
+    rate = warmup_cosine(PEAK, min(WARMUP, options.steps - 1), options.steps)
+    exact = max(options.steps // 5, 1)  # steps at full precision
+    if options.compress == "1bit":
+        console.print(f"1-bit Adam: {exact} steps at full precision, then one bit a value")
+        onebit = onebit_adam(rate, exact, weight_decay=DECAY, mask=_decays)
+        init, step = train_step(loss_fn, onebit, mesh, stage=options.stage)
+    else:
+        optimizer = adamw(rate, weight_decay=DECAY, mask=_decays)
+        init, step = train_step(
+            loss_fn, optimizer, mesh, stage=options.stage, clip=clip, compress=options.compress
+        )
     state = init(gpt.init(config))
     batches = [sample(trained, rows, config.length, seed) for seed in range(options.steps)]
     state, losses = fit(step, state, batches)
@@ -94,7 +106,16 @@ def run(options: Options) -> int:
     console.print(memory_table(sizes, config.parameters, options))
     if mesh.rank != 0:
         return 0
-    return check(console, config, batches[:CHECKED], losses, options.steps)
+    checked, tolerance = CHECKED, TOLERANCE
+    if options.compress == "1bit":
+        checked = min(CHECKED, exact)
+    elif options.compress is not None:
+        tolerance = COMPRESSED_TOLERANCE
+    return check(console, config, batches[:checked], losses, options.steps, clip, tolerance)
+
+
+def _decays(path: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1
 
 
 def read_text(path: Path | None) -> tuple[Tensor, Tensor]:
@@ -146,6 +167,7 @@ def held(state: PyTree) -> int:
 def memory_table(sizes: list[list[int]], parameters: int, options: Options) -> Table:
     """Each rank's bytes at rest, beside ZeRO's formula for float32 and Adam."""
     n, stage = options.dp, options.stage
+    assert stage is not None
     formula = [
         4 * parameters / (n if stage >= 3 else 1),
         4 * parameters / (n if stage >= 2 else 1),
@@ -158,13 +180,21 @@ def memory_table(sizes: list[list[int]], parameters: int, options: Options) -> T
         table.add_row(f"rank {rank}", *[f"{size / 2**20:.3f}" for size in row])
     table.add_section()
     table.add_row("ZeRO's formula", *[f"{size / 2**20:.3f}" for size in formula])
-    if stage in (1, 2):
+    if options.compress is not None:
+        table.caption = "with compression: optimizer state and error feedback, whole on each rank"
+    elif stage in (1, 2):
         table.caption = "parameters rest as pieces, and are whole during a step"
     return table
 
 
 def check(
-    console: Console, config: gpt.Config, batches: list[Batch], losses: list[float], steps: int
+    console: Console,
+    config: gpt.Config,
+    batches: list[Batch],
+    losses: list[float],
+    steps: int,
+    clip: float | None = CLIP,
+    tolerance: float = TOLERANCE,
 ) -> int:
     """Run the first steps again with torch.autograd and torch.optim alone."""
     params = gpt.init(config)
@@ -183,12 +213,13 @@ def check(
         loss = gpt.loss(params, batch, config)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(leaves, CLIP)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(leaves, clip)
         optimizer.step()
         worst = max(worst, abs(loss.item() - losses[count]) / loss.item())
-    agree = worst < TOLERANCE
+    agree = worst < tolerance
     console.print(
         f"the first {len(batches)} steps run dense, with torch.optim alone: losses "
-        + (f"agree to {worst:.1e}" if agree else f"DIFFER by {worst:.1e}, above {TOLERANCE:.0e}")
+        + (f"agree to {worst:.1e}" if agree else f"DIFFER by {worst:.1e}, above {tolerance:.0e}")
     )
     return 0 if agree else 1

@@ -238,7 +238,7 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
         ValueError: for an unknown stage, or a leaf that is cut already.
         TypeError: naming the key path of a leaf that is no floating-point tensor.
     """
-    scheme = _scheme(stage)
+    scheme = scheme_of(stage)
     tree.check_tensors(params, "params", floating=True)
     for path, node in zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True):
         if is_piece(node):
@@ -324,7 +324,12 @@ def tie_whole(whole: PyTree) -> PyTree:
     return tree.map_with_path(partner, whole, is_leaf=is_tied)
 
 
-def _scheme(stage: int | Scheme) -> Scheme:
+def scheme_of(stage: int | Scheme) -> Scheme:
+    """The scheme of a stage.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
     if isinstance(stage, Scheme):
         return stage
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < len(STAGES):

@@ -1,4 +1,4 @@
-"""Checks for what users add: the laws that a scheme must obey."""
+"""Checks for what users add: the laws that schemes and codecs must obey."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 
 from . import tree
 from .autodiff import grad_and_value
+from .codecs import BLOCK, Codec
 from .collectives import pmean
 from .mesh import Mesh
 from .ranks import spmd
@@ -85,3 +86,60 @@ def _equal(got: PyTree, want: PyTree, message: str) -> None:
         assert x.shape == y.shape, f"{message}: shape {tuple(x.shape)}, not {tuple(y.shape)}"
         # float64, sums of a few terms
         assert torch.allclose(x, y, rtol=1e-12, atol=1e-12), f"{message}: {x} against {y}"
+
+
+def check_codec(codec: Codec) -> None:
+    """Check the laws that error feedback and transport need of a codec.
+
+    For several rows, sizes and magnitudes, in float32 and float64: decoding gives the same shape
+    and dtype, and the same numbers twice; a row's code depends on that row alone, and has one
+    length; what a code loses is not larger than what was there; zeros decode to finite numbers no
+    larger than 1e-6; NaN and infinity are not hidden; all of it under ``vmap``.
+
+    Raises:
+        AssertionError: saying which law fails, for which rows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        for rows, n in ((1, BLOCK), (3, BLOCK), (2, 4 * BLOCK)):
+            for scale in (1e-3, 1.0, 1e3):
+                x = torch.randn(rows, n, generator=generator, dtype=dtype) * scale
+                x[..., ::7] *= 10
+                _check_rows(codec, x, f"{codec!r} on {[rows, n]} of {dtype}, scale {scale}")
+        zeros = torch.zeros(2, BLOCK, dtype=dtype)
+        found = codec.decode(codec.encode(zeros), BLOCK, dtype)
+        assert (found.abs() <= 1e-6).all(), f"{codec!r}: zeros decode to {found.abs().max()}"
+        for bad in (math.nan, math.inf, -math.inf):
+            x = torch.randn(2, BLOCK, generator=generator, dtype=dtype)
+            x[1, 17] = bad
+            found = codec.decode(codec.encode(x), BLOCK, dtype)
+            assert found[0].isfinite().all(), f"{codec!r}: {bad} in row 1 shows in row 0"
+            assert not found[1].isfinite().all(), (
+                f"{codec!r}: {bad} decodes to finite numbers, so that no rank would know of it; "
+                "let NaN and infinity through"
+            )
+
+
+def _check_rows(codec: Codec, x: Tensor, where: str) -> None:
+    n = x.shape[-1]
+    payload = tuple(codec.encode(x))
+    found = codec.decode(payload, n, x.dtype)
+    assert found.shape == x.shape, f"{where}: decodes to shape {tuple(found.shape)}"
+    assert found.dtype == x.dtype, f"{where}: decodes to {found.dtype}"
+    assert all(part.shape[0] == x.shape[0] for part in payload), (
+        f"{where}: encodes to shapes {[tuple(part.shape) for part in payload]}; dimension 0 of "
+        "each is the rows"
+    )
+    assert torch.equal(found, codec.decode(payload, n, x.dtype)), f"{where}: decodes by chance"
+    lost = (x - found).norm(dim=-1)
+    assert (lost <= x.norm(dim=-1)).all(), (
+        f"{where}: loses more than there was, {lost.max()} of {x.norm(dim=-1).max()}, so that "
+        "feedback would grow without end; scale what decode returns"
+    )
+    alone = [codec.decode(codec.encode(row.unsqueeze(0)), n, x.dtype)[0] for row in x]
+    assert torch.equal(found, torch.stack(alone)), f"{where}: rows depend on one another"
+
+    def through(row: Tensor) -> Tensor:
+        return codec.decode(tuple(codec.encode(row.unsqueeze(0))), n, x.dtype)[0]
+
+    assert torch.equal(found, torch.func.vmap(through)(x)), f"{where}: differs under vmap"

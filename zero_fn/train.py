@@ -8,13 +8,22 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tree
-from .accumulation import LossFn, accumulate
-from .collectives import AxisName
+from .accumulation import LossFn, accumulate, check_unreduced
+from .codecs import Method
+from .collectives import AxisName, pmean, pvary
 from .compiler import Compiler, jit
 from .mesh import Mesh
-from .optim import Optimizer, apply_updates, clip_factor, global_norm, scale_by_factor
+from .optim import (
+    LocalOptimizer,
+    Optimizer,
+    apply_updates,
+    clip_factor,
+    compressed,
+    global_norm,
+    scale_by_factor,
+)
 from .ranks import spmd
-from .sharding import Scheme, shard
+from .sharding import Scheme, scheme_of, shard
 from .tree import PyTree, Tensor
 
 
@@ -39,13 +48,14 @@ class Train(NamedTuple):
 
 def train_step(
     loss_fn: LossFn,
-    optimizer: Optimizer,
+    optimizer: Optimizer | LocalOptimizer,
     mesh: Mesh,
     *,
     stage: int | Scheme = 0,
     axis: AxisName = "dp",
     microbatches: int = 1,
     clip: float | None = None,
+    compress: Method | None = None,
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
@@ -53,24 +63,35 @@ def train_step(
 
     Args:
         loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch.
-        optimizer: an ``(init, update)`` pair.
+        optimizer: an ``(init, update)`` pair, or one that exchanges gradients itself, such as
+            :func:`zero_fn.onebit_adam`.
         mesh: the mesh; the batch is split over ``axis``.
         stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
         axis: the axis, or axes, that split the batch and cut the state.
         microbatches: how many parts a rank's batch is cut into; gradients add up over them.
-        clip: the largest global norm of the gradients; None: no clipping.
+        clip: the largest global norm of the gradients; None: no clipping. Where gradients travel
+            compressed the norm of their mean is not known before: the root mean square of the
+            ranks' own norms stands for it, which is never smaller.
+        compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
+            as they are, or as the optimizer says.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
     Returns:
         ``init`` and ``step``. The metrics are ``loss`` and, with ``clip``, ``grad_norm`` (before
-        clipping) and ``grad_norm_clipped`` (after it).
+        clipping) and ``grad_norm_clipped`` (after it); where gradients travel compressed also
+        ``finite``, whether they were (if not, the step changes nothing).
 
     Raises:
-        ValueError: for an unknown stage or compiler, or a clip that is not positive.
+        ValueError: for an unknown stage or compiler, or a clip that is not positive; for
+            compressed gradients at stage 2 or 3, over several axes, or named twice (by
+            ``compress`` and by the optimizer).
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if compress is not None or isinstance(optimizer, LocalOptimizer):
+        local = _local_optimizer(optimizer, compress, stage, axis)
+        return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
     gradient = accumulate(loss_fn, microbatches, axis)
 
@@ -94,6 +115,70 @@ def train_step(
     return Train(
         spmd(init, mesh, data_axes=axes), jit(run, donate=0 if donate else (), compiler=compiler)
     )
+
+
+def _local_optimizer(
+    optimizer: Optimizer | LocalOptimizer,
+    method: Method | None,
+    stage: int | Scheme,
+    axis: AxisName,
+) -> LocalOptimizer:
+    check_unreduced(scheme_of(stage))
+    if not isinstance(axis, str):
+        raise ValueError(
+            f"axis is {axis!r}; compressed communication goes over one mesh axis: put all "
+            "data-parallel ranks on one, zf.Mesh(dp=4)"
+        )
+    if not isinstance(optimizer, LocalOptimizer):
+        assert method is not None
+        return compressed(optimizer, method, axis)
+    if method is not None:
+        raise ValueError(
+            f"compress is {method!r}, and the optimizer exchanges gradients itself; leave out "
+            "compress, or say how to the optimizer: zf.onebit_adam(..., method=...)"
+        )
+    return optimizer
+
+
+def _exchanging(
+    loss_fn: LossFn,
+    optimizer: LocalOptimizer,
+    mesh: Mesh,
+    stage: int | Scheme,
+    axis: AxisName,
+    microbatches: int,
+    clip: float | None,
+    donate: bool,
+    compiler: Compiler,
+) -> Train:
+    """The step where each rank's own gradients go to the optimizer."""
+    gradient = accumulate(loss_fn, microbatches, axis, reduce=False)
+
+    def init(params: PyTree) -> TrainState:
+        params = shard(params, stage, axis)
+        return TrainState(params, optimizer.init(params))
+
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        grads, value = gradient(optimizer.view(*state), batch)
+        metrics = {"loss": value}
+        if clip is not None:
+            norm = pmean(global_norm(grads).square(), axis).sqrt()
+            factor = clip_factor(norm, clip)
+            grads = tree.map(lambda g: g * pvary(factor, axis).to(g.dtype), grads)
+            metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        if hasattr(opt_state, "error"):
+            metrics["finite"] = opt_state.error.finite
+        return TrainState(apply_updates(state.params, updates), opt_state), metrics
+
+    axes = (axis,) if isinstance(axis, str) else axis
+    run = jit(spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler)
+
+    def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
+        return run(state._replace(opt_state=optimizer.advance(state.opt_state)), batch)
+
+    stepped.trace = run.trace  # type: ignore[attr-defined]
+    return Train(spmd(init, mesh, data_axes=axes), stepped)
 
 
 def progress(batches: Iterable[Any], total: int | None = None, **options: Any) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_fn.kernels import dense_attention, fused_adamw
+from zero_fn.kernels import dense_attention, fused_adamw, sign_pack
 from zero_fn.kernels.flash_attention import attention_formula
 from zero_fn.kernels.ops import Batch, InDims, Run, Static, differentiable, leading
 from zero_fn.kernels.reference import adamw_leaf
@@ -124,6 +124,26 @@ def _product_arguments() -> list[Tensor]:
     return [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
 
 
+def _counts() -> Tensor:
+    return torch.tensor([8, 5])
+
+
+def _sign_pack(x: Tensor, error: Tensor) -> tuple[Tensor, ...]:
+    """Scales and residual of two blocks of 8, the second one with padding; bits are no floats."""
+    return sign_pack(x, error, _counts(), 8)[1:]
+
+
+def _sign_pack_formula(x: Tensor, error: Tensor) -> tuple[Tensor, ...]:
+    total = (x + error).view(2, 8) * (torch.arange(8) < _counts().unsqueeze(1))
+    scale = total.abs().sum(1) / _counts()
+    sign = torch.where(torch.signbit(total), -1, 1) * (torch.arange(8) < _counts().unsqueeze(1))
+    return scale, (total - sign * scale.unsqueeze(1)).view(16)
+
+
+def _sign_pack_arguments() -> list[Tensor]:
+    return [torch.randn(16, dtype=torch.float64) for _ in range(2)]
+
+
 KERNELS = [
     Kernel(
         "adamw",
@@ -142,6 +162,15 @@ KERNELS = [
         _attention_arguments,
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         every=range(3),
+        some=(1,),
+    ),
+    Kernel(
+        "sign packing",
+        _sign_pack,
+        _sign_pack_formula,
+        _sign_pack_arguments,
+        "zero_fn::sign_pack",
+        every=range(2),
         some=(1,),
     ),
     Kernel(

@@ -1,6 +1,9 @@
 """Optimizers as ``(init, update)`` pairs: the protocol, what to chain, and the named ones."""
 
 from .adam import AdamState, adam, adamw, scale_by_adam
+from .compressing import CompressedState, compressed
+from .local import LocalOptimizer
+from .onebit import OneBitState, onebit_adam, onebit_lamb
 from .protocol import (
     Optimizer,
     add_decayed_weights,
@@ -14,11 +17,16 @@ from .protocol import (
 )
 from .schedules import constant, warmup_cosine, warmup_linear
 from .sgd import SGDState, sgd
+from .zero_one import ZeroOneState, zero_one_adam
 
 __all__ = [
     "AdamState",
+    "CompressedState",
+    "LocalOptimizer",
+    "OneBitState",
     "Optimizer",
     "SGDState",
+    "ZeroOneState",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -26,12 +34,16 @@ __all__ = [
     "chain",
     "clip_by_global_norm",
     "clip_factor",
+    "compressed",
     "constant",
     "global_norm",
+    "onebit_adam",
+    "onebit_lamb",
     "scale_by_adam",
     "scale_by_factor",
     "scale_by_learning_rate",
     "sgd",
     "warmup_cosine",
     "warmup_linear",
+    "zero_one_adam",
 ]

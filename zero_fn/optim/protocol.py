@@ -58,7 +58,17 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def chain(*optimizers: Optimizer) -> Optimizer:
-    """Apply several in turn: the updates of one are the gradients of the next."""
+    """Apply several in turn: the updates of one are the gradients of the next.
+
+    Raises:
+        TypeError: for an optimizer that exchanges gradients itself.
+    """
+    for optimizer in optimizers:
+        if hasattr(optimizer, "advance"):
+            raise TypeError(
+                "chain takes (init, update) pairs, and got an optimizer that exchanges gradients "
+                "itself (onebit_adam, say); clip with zf.train_step(..., clip=...)"
+            )
 
     def init(params: PyTree) -> tuple[PyTree, ...]:
         return tuple(optimizer.init(params) for optimizer in optimizers)

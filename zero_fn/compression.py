@@ -1,0 +1,245 @@
+"""Compressed communication: the mean of the ranks' gradients in few bytes, with error feedback.
+
+``compress`` takes each rank's own gradients, puts all leaves into one bucket, and exchanges it in
+two phases, one collective each (arXiv 2102.02888, section 4.2). First every rank encodes the bucket
+and sends each owner its piece (all-to-all); the owner averages what it got, encodes the average and
+sends it to all (all-gather). What a code loses is added to the next step's values, at the sender
+and at the owner alike, so that over time nothing is lost: the sum of the means that came out is the
+sum of the true means, less the last feedback.
+
+PowerSGD sums thin factors of the matrices instead, also in two collectives.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import tree
+from .codecs import Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
+from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
+from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of, replaced
+from .low_rank import first_factors, mean_by_factors
+from .sharding import Sharded, Tied, is_piece
+from .tree import PyTree, Tensor
+
+
+def compression_state(params: PyTree, method: Method, axis: str = "dp") -> ErrorFeedback:
+    """The error feedback before the first step: zeros. Call it inside ``spmd``.
+
+    Args:
+        params: the parameters, whole or as :func:`zero_fn.shard` cut them.
+        method: as for :func:`compress`.
+        axis: the mesh axis whose ranks have different gradients.
+
+    Returns:
+        A tree for the training state. Each rank holds one value a parameter, and one a parameter
+        that it owns the average of.
+
+    Raises:
+        ValueError: for an unknown method, or parameters without leaves.
+        TypeError: naming the key path of a leaf that is no floating-point tensor.
+    """
+    codec = codec_of(method)
+    _check_axis(axis)
+    leaves = _leaves(params, "params")
+    bucket = bucket_of(leaves, axis)
+    device = _tensor(leaves[0]).device
+
+    def zeros(length: int) -> PerRank:
+        return PerRank(torch.zeros(length, dtype=bucket.dtype, device=device), axis, (length,))
+
+    sent, owned, factors = zeros(bucket.length), zeros(bucket.length // bucket.ranks), ()
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    if isinstance(codec, PowerSGD):
+        owned = None  # type: ignore[assignment]
+        factors = tuple(first_factors(bucket, codec, device))  # type: ignore[assignment]
+    return ErrorFeedback(sent, owned, factors, finite, codec, bucket.shapes)
+
+
+def compress(
+    grads: PyTree,
+    method: Method,
+    error: ErrorFeedback | None,
+    axis: str = "dp",
+    *,
+    mask: PyTree | None = None,
+) -> tuple[PyTree, ErrorFeedback | None]:
+    """The mean over an axis of each rank's own gradients, sent in few bytes. Inside ``spmd``.
+
+    Args:
+        grads: a tree of whole tensors, this rank's gradients, which nobody has reduced yet.
+        method: ``"1bit"`` (sign and scale), ``"bf16"``, ``"int8"``, ``"topk"`` (1 % of the
+            values), ``"powersgd"`` (rank 4); a codec with settings of its own, ``zf.PowerSGD(2)``;
+            or any object with ``encode`` and ``decode`` (see :class:`zero_fn.Codec`).
+        error: the feedback of the step before, from :func:`compression_state`. None: without
+            feedback, so that what a code loses is lost.
+        axis: the mesh axis.
+        mask: a tree like ``grads`` of bool tensors that broadcast to the leaves, the same on all
+            ranks, or None for a leaf: False where a value never has a gradient (rows of unused
+            embeddings). The mean is exactly zero there.
+
+    Returns:
+        The mean, the same bits on all ranks and in the dtypes of ``grads``; and the new feedback,
+        whose ``finite`` says whether the gradients of all ranks were finite. If they were not, the
+        mean has NaN or infinity in it, and the feedback stays as it was. An axis of size 1 sends
+        nothing, and loses nothing.
+
+    Raises:
+        ValueError: for an unknown method, feedback of another method or tree, leaves that are
+            pieces, or an axis that is no single name.
+        TypeError: naming the key path of a leaf that is no floating-point tensor.
+    """
+    codec = codec_of(method)
+    _check_axis(axis)
+    leaves = _leaves(grads, "grads")
+    for path, leaf in zip(tree.paths(grads, is_piece), tree.leaves(grads, is_piece), strict=True):
+        if isinstance(leaf, Sharded):
+            raise ValueError(
+                f"grads at {path!r} is a piece, {leaf!r}, whose gradient was reduced already; "
+                "compress takes each rank's own gradients by the whole parameters: "
+                "zf.accumulate(loss_fn, reduce=False), at stage 0 or 1"
+            )
+    bucket = bucket_of(leaves, axis)
+    _check_error(error, codec, bucket)
+    flags = None if mask is None else bucket.pack(_masks(mask, grads, leaves)) > 0
+    flat = bucket.pack(leaves)
+    mean, error = exchange(flat, bucket, codec, error, axis, flags)
+    dtypes = [leaf.dtype for leaf in leaves]
+    return tree.unflatten(tree.flatten(grads)[1], bucket.unpack(mean, dtypes)), error
+
+
+def exchange(
+    flat: Tensor,
+    bucket: Bucket,
+    method: Method,
+    error: ErrorFeedback | None,
+    axis: str,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ErrorFeedback | None]:
+    """What :func:`compress` does, on a bucket: the mean of ``flat``, and the new feedback."""
+    codec = codec_of(method)
+    if mask is not None:
+        flat = torch.where(mask, flat, 0)
+    if axis_size(axis) == 1:
+        finite = flat.isfinite().all()
+        return flat, None if error is None else replaced(error, finite=finite)
+    if isinstance(codec, PowerSGD):
+        return mean_by_factors(flat, bucket, codec, error, axis)
+    return _in_two_phases(flat, bucket, codec, error, axis, mask)
+
+
+def _in_two_phases(
+    flat: Tensor,
+    bucket: Bucket,
+    codec: Codec,
+    error: ErrorFeedback | None,
+    axis: str,
+    mask: Tensor | None,
+) -> tuple[Tensor, ErrorFeedback | None]:
+    ranks, piece = bucket.ranks, bucket.length // bucket.ranks
+    counts = bucket.counts(flat.device)
+    sent = torch.zeros_like(flat) if error is None else error.sent.local
+
+    payload, sent_rest = encode_with_rest(
+        codec, flat.view(ranks, piece), sent.view(ranks, piece), counts.view(ranks, -1)
+    )
+    data, kinds = to_bytes(payload)
+    received = from_bytes(all_to_all(data, axis), kinds)
+    average = codec.decode(received, piece, bucket.dtype).mean(0, keepdim=True)
+
+    owned = torch.zeros_like(average) if error is None else error.owned.local.view(1, piece)  # type: ignore[union-attr]
+    mine = None if mask is None else pscatter(mask, axis).view(1, piece)
+    if mine is not None:
+        average = torch.where(mine, average, 0)
+    payload, owned_rest = encode_with_rest(
+        codec, average, owned, pscatter(counts, axis).view(1, -1)
+    )
+    data, kinds = to_bytes(payload)
+    gathered = from_bytes(all_gather_invariant(data, axis), kinds)
+    mean = codec.decode(gathered, piece, bucket.dtype).reshape(-1)
+    if mask is not None:
+        sent_rest = torch.where(mask.view(ranks, piece), sent_rest, 0)
+        assert mine is not None
+        owned_rest = torch.where(mine, owned_rest, 0)
+        mean_seen = torch.where(mask, mean, 0)
+    else:
+        mean_seen = mean
+    if error is None:
+        return mean_seen, None
+    # NaN and infinity travel in the codes, so that all ranks see them without a word more.
+    finite = mean.isfinite().all()
+    here = pvary(finite, axis)
+    return mean_seen, replaced(
+        error,
+        sent=error.sent.like(torch.where(here, sent_rest.reshape(-1), sent)),
+        owned=error.owned.like(  # type: ignore[union-attr]
+            torch.where(here, owned_rest.reshape(-1), owned.reshape(-1))
+        ),
+        finite=finite,
+    )
+
+
+# Checks.
+
+
+def _check_axis(axis: Any) -> None:
+    if not isinstance(axis, str):
+        raise ValueError(
+            f"axis is {axis!r}; compressed communication goes over one mesh axis, 'dp' say: put "
+            "all data-parallel ranks on one axis"
+        )
+
+
+def _tensor(leaf: Any) -> Tensor:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def _leaves(values: PyTree, what: str) -> list[Any]:
+    nodes = tree.leaves(values, is_piece)
+    leaves = [leaf for leaf in nodes if not isinstance(leaf, Tied)]
+    named = zip(tree.paths(values, is_piece), nodes, strict=True)
+    for path, leaf in named:
+        if not isinstance(leaf, Tied):
+            where = f"{what} at {path!r}" if path else what
+            tree.check_tensors(_tensor(leaf), where, floating=True)
+    if not leaves:
+        raise ValueError(f"{what} has no leaves, so that there is nothing to compress")
+    return leaves
+
+
+def _masks(mask: PyTree, grads: PyTree, leaves: Sequence[Tensor]) -> list[Tensor]:
+    flags = tree.leaves(mask, lambda node: node is None)
+    if len(flags) != len(leaves):
+        raise ValueError(
+            f"mask has {len(flags)} leaves, and grads {len(leaves)}; it is a tree like grads, with "
+            "None for a leaf without one"
+        )
+    whole = []
+    for path, flag, leaf in zip(tree.paths(grads), flags, leaves, strict=True):
+        if flag is None:
+            flag = torch.ones((), dtype=torch.bool, device=leaf.device)
+        if not isinstance(flag, Tensor) or flag.dtype != torch.bool:
+            raise TypeError(f"mask at {path!r}: expected a bool tensor or None, got {flag!r}")
+        whole.append(flag.expand(leaf.shape).to(torch.float32))
+    return whole
+
+
+def _check_error(error: ErrorFeedback | None, codec: Any, bucket: Bucket) -> None:
+    if error is None:
+        return
+    if not isinstance(error, ErrorFeedback):
+        raise TypeError(
+            f"error is {error!r}; it is what zf.compression_state(params, method) makes, or None "
+            "for no feedback"
+        )
+    if error.method != codec:
+        raise ValueError(
+            f"error is the feedback of {error.method!r}, and the method is {codec!r}; make it with "
+            "the same: zf.compression_state(params, method)"
+        )
+    if error.shapes != bucket.shapes:
+        raise ValueError(
+            f"error was made for leaves of shapes {list(error.shapes)}, and grads has "
+            f"{list(bucket.shapes)}; make it from the same tree: zf.compression_state(params, ...)"
+        )
