@@ -146,8 +146,11 @@ def _used_as(node: Node) -> str:
 def split(value: Any) -> tuple[list[Tensor], Static]:
     """The tensors of a tree, and the rest of it."""
     leaves, treedef = tree.flatten(value)
-    others = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Static(treedef, others)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) == len(leaves):  # every step comes by here
+        return tensors, Static(treedef, (TENSOR,) * len(leaves))
+    others = tuple([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    return tensors, Static(treedef, others)
 
 
 def join(tensors: Sequence[Tensor], static: Static) -> Any:
