@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import tree
-from .autodiff import grad
+from .accumulation import accumulate
 from .collectives import all_gather_invariant, pmean
 from .compiler import jit
 from .mesh import Mesh
@@ -98,7 +98,8 @@ def run(options: Options) -> int:
     )
 
     def measure(state: TrainState, batch: Batch) -> Tensor:
-        grads = grad(lambda params: pmean(loss_fn(unshard(params), batch), "dp"))(state.params)
+        gradient = accumulate(loss_fn, reduce=options.compress is None)
+        grads, _ = gradient(state.params, batch)
         sizes = [[held(state.params), held(grads), held(state.opt_state)]]
         return all_gather_invariant(torch.tensor(sizes), "dp")
 
