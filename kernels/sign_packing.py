@@ -50,7 +50,10 @@ def sign_pack(
     if block < 8 or block % 8:
         raise ValueError(f"block is {block}; it must be a multiple of 8")
     if x.shape != error.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}, and error {tuple(error.shape)}")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, and error {tuple(error.shape)}; an error is like x: "
+            "start with torch.zeros_like(x)"
+        )
     if x.dtype not in (torch.float32, torch.float64) or error.dtype != x.dtype:
         raise ValueError(
             f"x is {x.dtype} and error {error.dtype}; both must be float32, or both float64"
@@ -74,7 +77,10 @@ def sign_unpack(bits: Tensor, scales: Tensor) -> Tensor:
         ValueError: for shapes that do not fit.
     """
     if bits.ndim == 0 or bits.shape[:-1] != scales.shape[:-1]:
-        raise ValueError(f"bits have shape {tuple(bits.shape)}, scales {tuple(scales.shape)}")
+        raise ValueError(
+            f"bits have shape {tuple(bits.shape)}, and scales {tuple(scales.shape)}, with other "
+            "leading dimensions; give what sign_pack returned"
+        )
     blocks = scales.shape[-1]
     if bits.dtype != torch.uint8 or (bits.shape[-1] % blocks if blocks else bits.shape[-1]):
         raise ValueError(

@@ -39,6 +39,10 @@ def test_peers() -> None:
     assert "zero_fn stage 3, eager" in out
 
 
+def test_packing() -> None:
+    assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
+
+
 def test_gpu_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     out = run("tests.benchmarks.gpu", "--tiny", "--json", str(path), TRITON_INTERPRET="1")

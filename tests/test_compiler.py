@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -291,6 +292,17 @@ def test_a_program_is_what_ran() -> None:
     rows, forward = 24 // 8, 7 * 5 + 2 * 5 * 5 + 5 * 3
     # a multiplication and an addition each; the backward does it twice, but for the inputs' part
     assert program.flops() == 2 * rows * (3 * forward - 7 * 5)
+
+
+def test_what_cannot_be_hashed_is_named() -> None:
+    @dataclass(frozen=True)
+    class Setting:
+        values: list[int]
+
+    with pytest.raises(TypeError, match=r"Setting\(values=\[1\]\), which is neither"):
+        zf.jit(lambda x, s: x)(torch.ones(2), Setting([1]))
+    with pytest.raises(TypeError, match=r"holds \{1\}, which is neither"):
+        zf.jit(lambda x, s: x)(torch.ones(2), {1})
 
 
 def test_a_users_pass_runs_last() -> None:

@@ -12,7 +12,7 @@ from zero_fn import tree
 from zero_fn.models import gpt
 from zero_fn.optim.zero_one import phases
 
-from .convergence import held_out_loss
+from .benchmarks.convergence import held_out_loss
 from .processes import run_on_processes
 from .test_training import batches, dense_run, mlp, mlp_loss
 

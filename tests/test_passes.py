@@ -346,3 +346,30 @@ def test_a_retrace_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -
         strict=True,
     ):
         assert words in message
+
+
+def test_nothing_is_overwritten_while_it_travels() -> None:
+    """Donated memory that a collective still reads is not written into before it is waited for."""
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = zf.all_gather(x, "dp")
+        new = x + 1  # would be x.add_(1)
+        return new, total * 2
+
+    mesh = zf.Mesh(dp=2).abstract()
+    program = zf.jit(zf.spmd(step, mesh), donate=0).trace(torch.ones(4))
+    writes = places(program, torch.ops.aten.add_.Tensor)
+    (wait,) = places(program, graphs.WAIT)
+    assert all(write > wait for write in writes)
+
+
+def test_attention_is_counted() -> None:
+    """2 FLOPs for each of a product's multiplications; the backward does every product twice."""
+    rows, length, width = 4, CONFIG.length, CONFIG.width
+    step, state = stepped(zf.Mesh(dp=1), 0)
+    block = 12 * width * width * length + 2 * length * length * width
+    forward = rows * (CONFIG.layers * block + CONFIG.vocabulary * width * length)
+    # the backward of attention computes its scores again: five products where two were
+    again = rows * CONFIG.layers * length * length * width
+    program = trace(step, (state, batch(rows)))
+    assert program.flops() == 2 * (3 * forward + again)

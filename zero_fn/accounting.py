@@ -8,12 +8,14 @@ import torch
 from torch.fx import Graph, Node
 
 from .graphs import (
+    ADAM,
     ALL_GATHER,
     WAIT,
     base,
     is_alias,
     is_item,
     nbytes,
+    op_name,
     origin,
     parts,
     prepared,
@@ -186,10 +188,11 @@ def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, s
             _claim(found, "gathered parameters", [*prepared(node), node, *_copies(node)])
         elif kind_of(node) in ("all_reduce", "reduce_scatter", "all_to_all"):
             gradients += [node, *_sources(node)]
-        elif _name(node) in ("zero_fn::adamw", "zero_fn::adamw_"):
+        elif op_name(node) in ADAM:
             gradients += [base(x) for x in node.args[1]]  # type: ignore[union-attr,arg-type]
     _claim(found, "gradients", [node for node in gradients if node.op == "call_function"])
-    end = max((place for place, node in enumerate(nodes) if node in set(gradients)), default=-1)
+    known = set(gradients)
+    end = max((place for place, node in enumerate(nodes) if node in known), default=-1)
     for place, node in enumerate(nodes):
         if node.op == "call_function":
             found.setdefault(node, "activations" if place <= end else "other")
@@ -224,10 +227,6 @@ def _copies(gather: Node) -> list[Node]:
     return [
         user for view in views(gather) for user in view.users if user.target is _aten.clone.default
     ]
-
-
-def _name(node: Node) -> str:
-    return str(node.target._schema.name) if hasattr(node.target, "_schema") else ""
 
 
 def _named(node: Node) -> str:

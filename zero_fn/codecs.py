@@ -11,11 +11,11 @@ compressors of arXiv 1901.09847); zeros stay zeros or become finite; NaN and inf
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from .naming import suggestion
 from .tree import Tensor
 
 BLOCK = 1024  # every leaf of a bucket is padded to a multiple of this many values
@@ -189,11 +189,8 @@ def codec_of(method: Method) -> Any:
     if isinstance(method, str):
         if method in METHODS:
             return METHODS[method]
-        near = get_close_matches(method, METHODS, 1)
         raise ValueError(
-            f"method is {method!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" There are {', '.join(map(repr, METHODS))}, and codecs of your own"
+            f"method is {method!r}; {suggestion(method, METHODS)}, and codecs of your own"
         )
     if isinstance(method, PowerSGD) or (isinstance(method, Codec) and not isinstance(method, type)):
         return method

@@ -5,7 +5,6 @@ device of each tensor, and the values of the leaves that are no tensors. Why a f
 again is logged: ``logging.getLogger("zero_fn").setLevel("INFO")`` shows it.
 """
 
-import difflib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .naming import suggestion
 from .passes import BUILT_IN, Pass
 from .program import TENSOR, Program, Static, describe, join, split, trace
 from .tree import Tensor
@@ -59,9 +59,9 @@ def jit(
     names = [built_in.__name__ for built_in in BUILT_IN]
     for name in skip:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-            raise ValueError(f"skip names {name!r}, which is no built-in pass; {hint}")
+            raise ValueError(
+                f"skip names {name!r}, which is no built-in pass; {suggestion(name, names)}"
+            )
     # Inductor finds by itself what it can reduce in place, and refuses graphs that say so.
     left_out = {*skip, *(["reduce_in_place"] if compiler == "inductor" else [])}
     kept = [built_in for built_in in BUILT_IN if built_in.__name__ not in left_out]
@@ -87,7 +87,10 @@ class Jitted:
             return self.f(*args)
         tensors, static = split(args)
         signature = _signature(tensors, static)
-        found = self.programs.get(signature)
+        try:
+            found = self.programs.get(signature)
+        except TypeError as error:
+            raise TypeError(_unhashable(static)) from error
         if found is None:
             if self.programs:
                 _log.info("%s is traced again: %s", self.__name__, self._reason(signature, args))
@@ -148,13 +151,19 @@ def _signature(tensors: list[Tensor], static: Static) -> Signature:
     if len(set(map(id, tensors))) < len(tensors):
         first: dict[int, int] = {}
         ties = tuple(first.setdefault(id(x), place) for place, x in enumerate(tensors))
-    for x in static.others:
-        if x is not TENSOR and x.__hash__ is None:
-            raise TypeError(
-                f"an argument holds {x!r}, which is neither a tensor nor hashable; "
-                "make it a tensor, or close over it"
-            )
     return Signature(static, described, ties)
+
+
+def _unhashable(static: Static) -> str:
+    for x in static.others:
+        try:
+            hash(x)
+        except TypeError:
+            return (
+                f"an argument holds {x!r}, which is neither a tensor nor hashable; make it a "
+                "tensor, or close over it"
+            )
+    return f"a static field of the arguments is not hashable: {static.treedef}; make it a tuple"
 
 
 _DESCRIBED = ("shape", "stride", "dtype", "device")

@@ -11,6 +11,7 @@ PowerSGD sums thin factors of the matrices instead, also in two collectives.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from . import tree
 from .codecs import Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
 from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
-from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of, replaced
+from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of
 from .low_rank import first_factors, mean_by_factors
 from .sharding import Sharded, Tied, is_piece
 from .tree import PyTree, Tensor
@@ -123,7 +124,7 @@ def exchange(
         flat = torch.where(mask, flat, 0)
     if axis_size(axis) == 1:
         finite = flat.isfinite().all()
-        return flat, None if error is None else replaced(error, finite=finite)
+        return flat, None if error is None else replace(error, finite=finite)
     if isinstance(codec, PowerSGD):
         return mean_by_factors(flat, bucket, codec, error, axis)
     return _in_two_phases(flat, bucket, codec, error, axis, mask)
@@ -162,15 +163,13 @@ def _in_two_phases(
         sent_rest = torch.where(mask.view(ranks, piece), sent_rest, 0)
         assert mine is not None
         owned_rest = torch.where(mine, owned_rest, 0)
-        mean_seen = torch.where(mask, mean, 0)
-    else:
-        mean_seen = mean
+        mean = torch.where(mask, mean, 0)
     if error is None:
-        return mean_seen, None
+        return mean, None
     # NaN and infinity travel in the codes, so that all ranks see them without a word more.
     finite = mean.isfinite().all()
     here = pvary(finite, axis)
-    return mean_seen, replaced(
+    return mean, replace(
         error,
         sent=error.sent.like(torch.where(here, sent_rest.reshape(-1), sent)),
         owned=error.owned.like(  # type: ignore[union-attr]

@@ -147,9 +147,3 @@ def bucket_of(leaves: Sequence[Any], axis: str) -> Bucket:
     wide = any(leaf.dtype == torch.float64 for leaf in leaves)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     return Bucket(shapes, torch.float64 if wide else torch.float32, axis_size(axis))
-
-
-def replaced(error: ErrorFeedback, **changes: Any) -> ErrorFeedback:
-    """The feedback with some fields changed."""
-    fields = {name: getattr(error, name) for name in error.__dataclass_fields__}
-    return ErrorFeedback(**(fields | changes))

@@ -22,7 +22,7 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 REDUCTIONS = {REDUCE_SCATTER, ALL_REDUCE}
-COLLECTIVES = {ALL_GATHER, ALL_TO_ALL, *REDUCTIONS}
+ADAM = ("zero_fn::adamw", "zero_fn::adamw_")
 
 # What stands between a gradient and its reduction, or between a piece and its gather.
 _PREPARING = {
@@ -42,6 +42,12 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
 
 def _value(node: Node) -> Any:
     return node.meta["val"]
+
+
+def op_name(node: Node) -> str:
+    """The name of an operation without its overload, ``aten::add``; empty for other nodes."""
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return str(node.target._schema.name) if is_op else ""  # type: ignore[union-attr]
 
 
 def order(graph: Graph) -> dict[Node, int]:

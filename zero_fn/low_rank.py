@@ -5,12 +5,13 @@ arXiv 1905.13727, algorithm 1, with the last step's right factors as the start.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from .codecs import PowerSGD
 from .collectives import pmean, pvary
-from .feedback import Bucket, ErrorFeedback, replaced
+from .feedback import Bucket, ErrorFeedback
 from .tree import Tensor
 
 
@@ -72,7 +73,7 @@ def mean_by_factors(
         ]
     )
     rest = (total - pvary(mean, axis)) * kept
-    return mean, replaced(
+    return mean, replace(
         error,
         sent=error.sent.like(torch.where(here, rest, error.sent.local)),
         factors=tuple(

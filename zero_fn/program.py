@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import accounting, tree
-from .accounting import PARTS, Collective, Moment
-from .graphs import nbytes
+from .accounting import Collective, Moment
+from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
 from .sharding import Sharded
 from .tree import Tensor, TreeDef
@@ -78,7 +78,7 @@ class Program:
     results: Static
     paths: tuple[str, ...]
     donated: tuple[bool, ...]
-    axes: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    axes: Mapping[str, tuple[str, int]]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph as it is. Donated arguments may be overwritten."""
@@ -136,7 +136,7 @@ _ADAM = (  # the lists that zero_fn::adamw takes
 def _used_as(node: Node) -> str:
     """What an input is to the optimizer."""
     for user in node.users:
-        if str(user.target).startswith("zero_fn.adamw"):
+        if op_name(user) in ADAM:
             for place, part in _ADAM:
                 if node in user.args[place]:  # type: ignore[operator]
                     return part
@@ -287,6 +287,3 @@ def _typed(value: Any) -> str:
         dtype = _SHORT[word[0]] + dtype[word.end() :] if word else dtype
         return f"{dtype}[{','.join(map(str, value.shape))}]"
     return f"({', '.join(_typed(x) for x in value)})" if isinstance(value, tuple | list) else "?"
-
-
-__all__ = ["PARTS", "TENSOR", "Collective", "Moment", "Peak", "Program", "Static", "trace"]

@@ -74,6 +74,19 @@ def cut_like(params: PyTree, whole: list[Tensor]) -> PyTree:
     return tree.map(cut, params, is_leaf=is_piece)
 
 
+def own_leaves(grads: PyTree, bucket: Bucket) -> list[Tensor]:
+    """The leaves of unreduced gradients, which have the whole parameters' shapes."""
+    leaves = nodes_of(grads)
+    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
+    if shapes != bucket.shapes or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ValueError(
+            f"grads has leaves {[tuple(x.shape) for x in leaves]}, and the parameters "
+            f"{list(bucket.shapes)}; this optimizer takes each rank's own gradients by the whole "
+            "parameters: zf.accumulate(loss_fn, reduce=False)"
+        )
+    return leaves
+
+
 def decays_of(params: PyTree, weight_decay: float, mask: Mask | None) -> list[float]:
     """The weight decay of each leaf of :func:`nodes_of`."""
     named = zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True)

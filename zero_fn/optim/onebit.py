@@ -23,8 +23,8 @@ from .local import (
     check_settings,
     cut_like,
     decays_of,
-    nodes_of,
     one_minus_power,
+    own_leaves,
     preconditioned,
     whole_params,
     zeros_of,
@@ -102,12 +102,12 @@ def onebit_adam(
     check_settings(b1, b2, freeze_step=freeze_step)
 
     def update(grads: PyTree, state: OneBitState, params: PyTree) -> tuple[PyTree, OneBitState]:
-        moved = _moved(grads, state, params, b1, b2, method, axis)
-        bucket, new = bucket_for(params, axis), moved.state
+        new = _moved(grads, state, params, b1, b2, method, axis)
+        bucket, finite = bucket_for(params, axis), new.error.finite
         direction = _direction(new, b1, b2, eps, freeze_step)
         rate = learning_rate_at(learning_rate, state.step).to(bucket.dtype)
-        rate = torch.where(moved.finite, rate, 0)
-        steps = cut_like(params, bucket.unpack(torch.where(moved.finite, direction, 0)))
+        rate = torch.where(finite, rate, 0)
+        steps = cut_like(params, bucket.unpack(torch.where(finite, direction, 0)))
         decays = decays_of(params, weight_decay, mask)
         pairs = zip(tree.leaves(steps), tree.leaves(params), decays, strict=True)
         updates = [-rate.to(p.dtype) * (d.to(p.dtype) + decay * p) for d, p, decay in pairs]
@@ -170,8 +170,8 @@ def onebit_lamb(
     check_settings(b1, b2, freeze_step=freeze_step)
 
     def update(grads: PyTree, state: OneBitState, params: PyTree) -> tuple[PyTree, OneBitState]:
-        moved = _moved(grads, state, params, b1, b2, method, axis)
-        bucket, new, finite = bucket_for(params, axis), moved.state, moved.finite
+        new = _moved(grads, state, params, b1, b2, method, axis)
+        bucket, finite = bucket_for(params, axis), new.error.finite
         fresh, average, last = state.lamb
         direction = bucket.unpack(_direction(new, b1, b2, eps, freeze_step))
         decays = decays_of(params, weight_decay, mask)
@@ -215,12 +215,6 @@ def onebit_lamb(
     )
 
 
-@dataclass(frozen=True)
-class _Moved:
-    state: OneBitState
-    finite: Tensor
-
-
 def _init(params: PyTree, method: Method, axis: str, lamb: bool) -> OneBitState:
     bucket = bucket_for(params, axis)
     zeros = zeros_of(bucket, params)
@@ -243,10 +237,10 @@ def _moved(
     b2: float,
     method: Method,
     axis: str,
-) -> _Moved:
+) -> OneBitState:
     """The state with its means moved on, or as it was if a gradient is not finite."""
     bucket: Bucket = bucket_for(params, axis)
-    own = bucket.pack(_own_leaves(grads, bucket))
+    own = bucket.pack(own_leaves(grads, bucket))
     error: Any = state.error
     if state.phase == "warmup":
         g = pmean(own, axis)
@@ -259,19 +253,7 @@ def _moved(
     finite = error.finite
     mu, nu = torch.where(finite, mu, state.mu), torch.where(finite, nu, state.nu)
     step = state.step + finite.to(state.step.dtype)
-    return _Moved(replace(state, step=step, mu=mu, nu=nu, error=error), finite)
-
-
-def _own_leaves(grads: PyTree, bucket: Bucket) -> list[Tensor]:
-    leaves = nodes_of(grads)
-    shapes = tuple(tuple(leaf.shape) for leaf in leaves)
-    if shapes != bucket.shapes or not all(isinstance(leaf, Tensor) for leaf in leaves):
-        raise ValueError(
-            f"grads has leaves {[tuple(x.shape) for x in leaves]}, and the parameters "
-            f"{list(bucket.shapes)}; this optimizer takes each rank's own gradients by the whole "
-            "parameters: zf.accumulate(loss_fn, reduce=False)"
-        )
-    return leaves
+    return replace(state, step=step, mu=mu, nu=nu, error=error)
 
 
 def _direction(state: OneBitState, b1: float, b2: float, eps: float, freeze_step: int) -> Tensor:
@@ -291,5 +273,10 @@ def _norms(params: PyTree, lists: list[list[Tensor]]) -> list[Tensor]:
     """For each list of pieces, the norms of the whole leaves, (leaves,); one sum over ranks."""
     squares = torch.stack([torch.stack([x.square().sum() for x in xs]) for xs in lists])
     axes = {leaf.axes for leaf in placed_leaves(params)}
-    (over,) = axes  # all leaves are cut the same way
+    if len(axes) > 1:
+        raise ValueError(
+            f"the parameters are cut over {sorted(axes)}, and onebit_lamb takes leaves that are "
+            "all cut alike: shard them in one call, zf.shard(params, stage)"
+        )
+    (over,) = axes
     return list((psum(squares, over) if over else squares).sqrt())

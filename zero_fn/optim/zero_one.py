@@ -25,11 +25,11 @@ from .local import (
     cut_like,
     decays_of,
     one_minus_power,
+    own_leaves,
     preconditioned,
     whole_params,
     zeros_of,
 )
-from .onebit import _own_leaves
 from .protocol import LearningRate, Mask, learning_rate_at
 
 Phase = Literal["full", "sync", "local", "join"]
@@ -145,7 +145,7 @@ def zero_one_adam(
 
     def update(grads: PyTree, state: ZeroOneState, params: PyTree) -> tuple[PyTree, ZeroOneState]:
         bucket = bucket_for(params, axis)
-        own = bucket.pack(_own_leaves(grads, bucket))
+        own = bucket.pack(own_leaves(grads, bucket))
         lr = learning_rate_at(learning_rate, state.step).to(bucket.dtype)
         rate = lr / one_minus_power(b1, state.step + 1, bucket.dtype)
         error: Any = state.error

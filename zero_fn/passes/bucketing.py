@@ -1,7 +1,7 @@
 """Bucketing: small collectives of one kind, group and dtype travel as one.
 
-A call costs as much as a megabyte or so on the wire; large tensors travel alone, because joining
-them costs a copy.
+A call has its price, however little it moves; large tensors travel alone, because joining them
+costs a copy.
 """
 
 from collections.abc import Callable, Sequence

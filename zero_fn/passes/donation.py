@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graphs import WAIT, base
+from ..graphs import WAIT, base, op_name
 from ..program import Program
 
 
@@ -35,7 +35,7 @@ def update_in_place(program: Program) -> Program:
     addition, where the old value is a donated argument that nothing reads afterwards.
     """
     for node in list(program.graph_module.graph.nodes):
-        if _is_op(node, "zero_fn::adamw"):
+        if op_name(node) == "zero_fn::adamw":
             _adam_in_place(program, node)
     free = _Free(program)
     for node in list(program.graph_module.graph.nodes):
@@ -129,10 +129,6 @@ class _Free:
                 for reader in self.readers[old]
             )
         )
-
-
-def _is_op(node: Node, name: str) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name == name
 
 
 def _shares(a: object, b: object) -> bool:

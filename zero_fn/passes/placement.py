@@ -7,7 +7,7 @@ until the backward. These passes move and repeat collectives; they change no num
 
 from torch.fx import Graph, Node
 
-from ..graphs import ALL_GATHER, REDUCTIONS, WAIT, base, nbytes, origin, prepared, readers
+from ..graphs import ALL_GATHER, REDUCTIONS, WAIT, base, nbytes, order, origin, prepared, readers
 from ..program import Program, sharded_inputs
 
 SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
@@ -35,14 +35,14 @@ def gather_late(program: Program) -> Program:
     again = {
         node for node, piece in sharded_inputs(program).items() if piece.scheme.gather_at == "use"
     }
-    order = {node: place for place, node in enumerate(graph.nodes)}
+    place = order(graph)
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
     for gather in [node for node in graph.nodes if node.target is ALL_GATHER]:
         source = origin(gather)
         if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL
-            uses += [(order[use], use, gather) for use in readers(gather)]
+            uses += [(place[use], use, gather) for use in readers(gather)]
     room = 2 * max((nbytes(gather) for gather, often in repeated.items() if often), default=0)
     held: dict[Node, dict[Node, Node]] = {}  # gather to what stands for its nodes now
     for _, use, gather in sorted(uses, key=lambda entry: entry[0]):

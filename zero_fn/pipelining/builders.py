@@ -12,7 +12,6 @@ micro-batches, so what is left runs as it stands and holds no more activations.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -20,6 +19,8 @@ from typing import cast
 
 from zero_fn.pipelining.checking import check_schedule
 from zero_fn.pipelining.schedule import Action, Kind, Schedule, parse_schedule
+
+from ..naming import suggestion
 
 Builder = Callable[..., Schedule | Iterable[Iterable[object]]]
 
@@ -55,11 +56,9 @@ def pipeline_schedule(
         _at_least_one(what, number)
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
-            near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"no schedule is called {schedule!r}; {hint}There are {', '.join(SCHEDULES)}, and "
-                f"a function of (ranks, microbatches) goes in its place"
+                f"no schedule is called {schedule!r}; {suggestion(schedule, SCHEDULES)}, and a "
+                "function of (ranks, microbatches) goes in its place"
             )
         builder: Builder = SCHEDULES[schedule]
         name = schedule

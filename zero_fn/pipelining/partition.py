@@ -7,7 +7,6 @@ least sum of squared parts is taken, so that the parts below the largest are eve
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import re
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
+
+from ..naming import suggestion
 
 By = str | re.Pattern[str] | Callable[[Any], float]
 
@@ -130,11 +131,9 @@ def _measure(by: By) -> Callable[[Any], float]:
         return by
     if by in named:
         return named[by]
-    near = difflib.get_close_matches(str(by), named, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"by is {by!r}; {hint}It is one of {', '.join(map(repr, named))}, a compiled pattern such "
-        f"as re.compile('block'), or a function from a layer to its cost"
+        f"by is {by!r}; {suggestion(by, named)}; or give a compiled pattern such as "
+        "re.compile('block'), or a function from a layer to its cost"
     )
 
 

@@ -1,6 +1,6 @@
 """Training on the demo's text with compressed communication, beside AdamW: the held-out losses.
 
-python -m tests.convergence --steps 300 --seeds 3
+python -m tests.benchmarks.convergence --steps 300 --seeds 3
 """
 
 import argparse
