@@ -70,6 +70,75 @@ def test_one_rank_compresses_nothing() -> None:
     torch.testing.assert_close(params, tree.map(torch.Tensor.float, want), rtol=1e-4, atol=1e-5)
 
 
+def gradients(params: Any, batch: Any) -> tuple[float, list[torch.Tensor]]:
+    leaves = [p.detach().requires_grad_() for p in params]
+    x, y = batch
+    loss = mlp_loss(tree.unflatten(tree.flatten(mlp())[1], leaves), (x.double(), y))
+    return loss.item(), list(torch.autograd.grad(loss, leaves))
+
+
+def test_zero_one_adam_on_one_rank_is_the_algorithm() -> None:
+    """Against arXiv 2202.06009, algorithm 1, in plain torch and float64, through every phase."""
+    losses, params = train("0/1", 1)
+    w = [p.double() for p in tree.leaves(mlp())]
+    mu, nu, u = ([torch.zeros_like(p) for p in w] for _ in range(3))
+    seen, weight, decay, used = 0, 0.0, 0.0, []
+    phase_at = phases(6, 2, 2, 2)
+    for step, batch in enumerate(batches(STEPS)):
+        phase = phase_at(step)
+        used.append(phase)
+        root = [(v / (1 - 0.999 ** max(seen, 1))).sqrt() + 1e-8 for v in nu]
+        loss, grads = gradients([p - x / r for p, x, r in zip(w, u, root, strict=True)], batch)
+        assert loss == pytest.approx(losses[step], rel=1e-5)  # float32 against float64
+        mu = [0.9 * m + 0.1 * g for m, g in zip(mu, grads, strict=True)]
+        if phase == "full":
+            nu = [0.999 * v + 0.001 * g * g for v, g in zip(nu, grads, strict=True)]
+            seen += 1
+        rate = 1e-2 / (1 - 0.9 ** (step + 1))
+        u = [x + rate * m for x, m in zip(u, mu, strict=True)]
+        weight, decay = weight + rate, decay + 1e-2
+        if phase == "local":
+            continue
+        root = [(v / (1 - 0.999**seen)).sqrt() + 1e-8 for v in nu]
+        w = [p - x / r - decay * 0.1 * p for p, x, r in zip(w, u, root, strict=True)]
+        mu = [x / weight for x in u]
+        u, weight, decay = [torch.zeros_like(x) for x in u], 0.0, 0.0
+    assert set(used) == {"full", "sync", "local", "join"}
+    for got, want in zip(tree.leaves(params), w, strict=True):
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_lamb_on_one_rank_is_the_algorithm() -> None:
+    """Against arXiv 2104.06069, algorithm 1, with DeepSpeed's factor, in float64."""
+    losses, params = train("lamb", 1)
+    w = [p.double() for p in tree.leaves(mlp())]
+    mu, nu = ([torch.zeros_like(p) for p in w] for _ in range(2))
+    fresh, average, factor = list(nu), [1.0] * len(w), [1.0] * len(w)
+    for count, batch in enumerate(batches(STEPS), 1):
+        loss, grads = gradients(w, batch)
+        assert loss == pytest.approx(losses[count - 1], rel=1e-5)
+        for i, g in enumerate(grads):
+            mu[i] = 0.9 * mu[i] + 0.1 * g
+            fresh[i] = 0.999 * fresh[i] + 0.001 * g * g
+            if count <= WARM:
+                nu[i] = fresh[i]
+            root = (nu[i] / (1 - 0.999 ** min(count, WARM))).sqrt() + 1e-8
+            plain = mu[i] / (1 - 0.9**count) / root
+            direction = plain + 0.1 * w[i]
+            if count <= WARM:
+                ratio = min(max((w[i].norm() / direction.norm()).item(), 0.01), 10.0)
+                average[i] = ratio if count == 1 else 0.9 * average[i] + 0.1 * ratio
+            else:
+                share = min((plain.norm() / direction.norm()).item(), 1.0)
+                grown = ((nu[i].sqrt() + 1e-8) / (fresh[i].sqrt() + 1e-8)).max().item()
+                wanted = min(max(grown * share + 1 - share, 0.5), 4.0)
+                factor[i] = min(max(wanted, 0.9 * factor[i]), 1.1 * factor[i])
+                ratio = average[i] * factor[i]
+            w[i] = w[i] - 1e-2 * ratio * direction
+    for got, want in zip(tree.leaves(params), w, strict=True):
+        torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["adam", "lamb", "0/1"])
 def test_stages_and_micro_batches_change_nothing(name: str) -> None:
     want = train(name, 2, 0)

@@ -1,7 +1,7 @@
 """Passes: fewer bytes, the same numbers."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -68,13 +68,13 @@ def passed(program: Program, passes: tuple[Pass, ...]) -> Program:
     return program
 
 
-def with_and_without(stage: int, microbatches: int) -> list[str]:
+def with_and_without(stage: int, microbatches: int, joined: bool) -> list[str]:
     """On processes: what differs between the step as it is and after the passes."""
     wrong = []
     mesh = zf.Mesh(dp=2)
     step, state = stepped(mesh, stage, microbatches)
     want = step(state, batch())
-    with every_leaf_counts():
+    with nullcontext() if joined else every_leaf_counts():
         program = passed(trace(step, (state, batch()), (0,)), BUILT_IN)
         got = program(tree.map(torch.clone, state), batch())
         for path, x, y in zip(tree.paths(want), tree.leaves(want), tree.leaves(got), strict=True):
@@ -84,14 +84,16 @@ def with_and_without(stage: int, microbatches: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.parametrize("joined", [True, False], ids=["buckets", "one by one"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_passes_change_no_number(stage: int) -> None:
-    for wrong in run_on_processes(2, with_and_without, stage, 1):
+def test_passes_change_no_number(stage: int, joined: bool) -> None:
+    for wrong in run_on_processes(2, with_and_without, stage, 1, joined):
         assert wrong == []
 
 
-def test_passes_change_no_number_of_micro_batches() -> None:
-    for wrong in run_on_processes(2, with_and_without, 3, 2):
+@pytest.mark.parametrize("joined", [True, False], ids=["buckets", "one by one"])
+def test_passes_change_no_number_of_micro_batches(joined: bool) -> None:
+    for wrong in run_on_processes(2, with_and_without, 3, 2, joined):
         assert wrong == []
 
 
@@ -352,7 +354,7 @@ def test_nothing_is_overwritten_while_it_travels() -> None:
     """Donated memory that a collective still reads is not written into before it is waited for."""
 
     def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        total = zf.all_gather(x, "dp")
+        total = zf.psum_scatter(x, "dp")
         new = x + 1  # would be x.add_(1)
         return new, total * 2
 
