@@ -127,7 +127,7 @@ def test_few_microbatches_hold_no_more_than_they_are(name, ranks, microbatches):
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="'zvb'; did you mean 'zbv'"):
         pipeline_schedule("zvb", 2, 2)
-    with pytest.raises(ValueError, match="'nothing like it'; There are gpipe, 1f1b"):
+    with pytest.raises(ValueError, match="'nothing like it'; there are 'gpipe', '1f1b'"):
         pipeline_schedule("nothing like it", 2, 2)
 
 

@@ -157,7 +157,7 @@ def test_a_function_says_what_a_layer_costs():
         (([math.inf], 1), ValueError, "layer 0 costs inf"),
         ((["block"], 1), TypeError, "layer 0 is a str, not a number.*by='parameters'"),
         (([1], 1, "parameter"), ValueError, "'parameter'; did you mean 'parameters'"),
-        (([1], 1, "xyzzy"), ValueError, "'xyzzy'; It is one of 'cost', 'uniform'"),
+        (([1], 1, "xyzzy"), ValueError, "'xyzzy'; there are 'cost', 'uniform'"),
         (([1], 1, 3), ValueError, "by is 3"),
         (([object()], 1, "parameters"), TypeError, "parameters of a object: give by="),
     ],
