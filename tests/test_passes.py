@@ -26,7 +26,7 @@ from zero_fn.passes import (
 from zero_fn.program import Program, trace
 
 from .memory import peak
-from .processes import run_on_processes
+from .processes import ProcessPool, run_on_processes
 
 CONFIG = gpt.Config(vocabulary=64, length=16, layers=3, heads=2, width=64)
 
@@ -95,6 +95,39 @@ def test_passes_change_no_number(stage: int, joined: bool) -> None:
 def test_passes_change_no_number_of_micro_batches(joined: bool) -> None:
     for wrong in run_on_processes(2, with_and_without, 3, 2, joined):
         assert wrong == []
+
+
+def gathers(stage: int) -> set[str]:
+    step, state = stepped(zf.Mesh(dp=2), stage)
+    program = passed(trace(step, (state, batch()), (0,)), BUILT_IN)
+    kept = {str(node.target) for node in program.graph_module.graph.nodes}
+    return {name for name in kept if "all_gather" in name}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gloo_gathers_into_given_memory(stage: int) -> None:
+    for found in run_on_processes(2, gathers, stage):
+        assert found == {"_c10d_functional.all_gather_into_tensor_out.default"}
+
+
+def many_steps(stage: int, count: int) -> int:
+    step, state = stepped(zf.Mesh(dp=2), stage)
+    with every_leaf_counts():
+        program = passed(trace(step, (state, batch()), (0,)), BUILT_IN)
+    for _ in range(count):
+        program(tree.map(torch.clone, state), batch())
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_much_under_way_for_long(stage: int) -> None:
+    # without gather_on_gloo most runs of this end in a corrupted heap
+    pool = ProcessPool(2, time_limit=600)
+    try:
+        assert pool.run(many_steps, stage, 1500) == [1500, 1500]
+    finally:
+        pool.close()
 
 
 def traced(stage: int) -> Program:

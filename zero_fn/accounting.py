@@ -9,7 +9,6 @@ from torch.fx import Graph, Node
 
 from .graphs import (
     ADAM,
-    ALL_GATHER,
     WAIT,
     base,
     is_alias,
@@ -33,6 +32,7 @@ _KIND = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
@@ -184,9 +184,11 @@ def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, s
     found: dict[Node, str] = {}
     gradients: list[Node] = []
     for node in nodes:
-        if node.target is ALL_GATHER and inputs.get(_first_origin(node)) == "parameters":
-            _claim(found, "gathered parameters", [*prepared(node), node, *_copies(node)])
-        elif kind_of(node) in ("all_reduce", "reduce_scatter", "all_to_all"):
+        kind = kind_of(node)
+        if kind == "all_gather" and inputs.get(_first_origin(node)) == "parameters":
+            whole = [*prepared(node), base(node), node, *_copies(node)]
+            _claim(found, "gathered parameters", whole)
+        elif kind in ("all_reduce", "reduce_scatter", "all_to_all"):
             gradients += [node, *_sources(node)]
         elif op_name(node) in ADAM:
             gradients += [base(x) for x in node.args[1]]  # type: ignore[union-attr,arg-type]

@@ -18,6 +18,7 @@ from .tree import Tensor
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 ALL_GATHER = c10d.all_gather_into_tensor.default
+ALL_GATHER_OUT = c10d.all_gather_into_tensor_out.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
@@ -75,7 +76,8 @@ _UNDECLARED = {
 def base(node: Node) -> Node:
     """The node whose memory a chain of views looks at."""
     while node.op == "call_function" and is_alias(node):
-        node = node.args[0]  # type: ignore[assignment]
+        into = node.kwargs.get("out") if node.target is ALL_GATHER_OUT else node.args[0]
+        node = into  # type: ignore[assignment]
     return node
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..program import Program
 from .bucketing import bucket
 from .donation import own_results, update_in_place
-from .lowering import exchange_on_gloo, reduce_in_place
+from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
 from .placement import gather_late, reduce_early
 
@@ -26,6 +26,7 @@ BUILT_IN: tuple[Pass, ...] = (
     update_in_place,
     reduce_in_place,
     exchange_on_gloo,
+    gather_on_gloo,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "bucket",
     "exchange_on_gloo",
     "gather_late",
+    "gather_on_gloo",
     "overlap",
     "own_results",
     "reduce_early",

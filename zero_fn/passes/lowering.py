@@ -3,6 +3,8 @@
 import torch
 
 from ..graphs import (
+    ALL_GATHER,
+    ALL_GATHER_OUT,
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
@@ -52,4 +54,24 @@ def exchange_on_gloo(program: Program) -> Program:
         wait.replace_all_uses_with(total)
         graph.erase_node(wait)
         graph.erase_node(node)
+    return program
+
+
+def gather_on_gloo(program: Program) -> Program:
+    """On Gloo, gather into memory that is given.
+
+    Where torch allocates the result, it takes Gloo's path for several tensors at once, and with
+    more than one gather under way that corrupts the heap (torch 2.13: once in some ten thousand
+    gathers; ``tests/test_passes.py`` has the loop).
+    """
+    graph = program.graph_module.graph
+    for node in [node for node in graph.nodes if node.target is ALL_GATHER]:
+        x, ranks, group = node.args
+        if is_gloo(group, x.meta["val"].device):
+            with graph.inserting_before(node):
+                shape = [*node.meta["val"].shape]
+                out = call(graph, aten.new_empty.default, x, shape)
+                gathered = call(graph, ALL_GATHER_OUT, x, ranks, group, out=out)
+            node.replace_all_uses_with(gathered)
+            graph.erase_node(node)
     return program
