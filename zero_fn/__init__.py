@@ -59,9 +59,15 @@ from .optim import (
     scale_by_learning_rate,
     sgd,
     warmup_cosine,
+    warmup_cosine_lr,
+    warmup_decay_lr,
     warmup_linear,
+    warmup_lr,
     zero_one_adam,
 )
+
+# Loss scales as state, and steps that are skipped where gradients overflow.
+from .precision import LossScale, all_finite, select
 
 # Tracing a step into one graph.
 from .compiler import jit
@@ -80,6 +86,7 @@ __all__ = [
     "ErrorFeedback",
     "Int8",
     "LocalOptimizer",
+    "LossScale",
     "Mesh",
     "OneBit",
     "Optimizer",
@@ -94,6 +101,7 @@ __all__ = [
     "adam",
     "adamw",
     "add_decayed_weights",
+    "all_finite",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
@@ -128,6 +136,7 @@ __all__ = [
     "remat",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "select",
     "sgd",
     "shard",
     "spmd",
@@ -136,6 +145,9 @@ __all__ = [
     "train_step",
     "unshard",
     "warmup_cosine",
+    "warmup_cosine_lr",
+    "warmup_decay_lr",
     "warmup_linear",
+    "warmup_lr",
     "zero_one_adam",
 ]

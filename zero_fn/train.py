@@ -1,5 +1,6 @@
 """Training: the state, a ready-made step, and a loop with a progress bar."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,16 +23,26 @@ from .optim import (
     global_norm,
     scale_by_factor,
 )
+from .precision import LossScale, LossScaleState, all_finite, select
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
 from .tree import PyTree, Tensor
 
+_log = logging.getLogger("zero_fn.train")
+
 
 class TrainState(NamedTuple):
-    """What a step takes and gives: the parameters and the optimizer's state."""
+    """What a step takes and gives.
+
+    Attributes:
+        params: the parameters.
+        opt_state: the optimizer's state.
+        loss_scale: the loss scale's state; empty without one.
+    """
 
     params: PyTree
     opt_state: PyTree
+    loss_scale: LossScaleState | tuple[()] = ()
 
 
 class Train(NamedTuple):
@@ -56,6 +67,7 @@ def train_step(
     microbatches: int = 1,
     clip: float | None = None,
     compress: Method | None = None,
+    loss_scale: LossScale | None = None,
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
@@ -74,33 +86,56 @@ def train_step(
             ranks' own norms stands for it, which is never smaller.
         compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
             as they are, or as the optimizer says.
+        loss_scale: what the loss is multiplied by before it is differentiated, for a loss that
+            computes in float16. A step whose gradients are not finite leaves parameters and
+            optimizer state as they are.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
     Returns:
         ``init`` and ``step``. The metrics are ``loss`` and, with ``clip``, ``grad_norm`` (before
-        clipping) and ``grad_norm_clipped`` (after it); where gradients travel compressed also
-        ``finite``, whether they were (if not, the step changes nothing).
+        clipping) and ``grad_norm_clipped`` (after it); with ``loss_scale``, the ``loss_scale`` of
+        this step and the number of steps ``skipped`` so far, and ``stuck``, how many of them in
+        turn at the least scale; where gradients travel compressed also ``finite``, whether they
+        were (if not, the step changes nothing).
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, or named twice (by
-            ``compress`` and by the optimizer).
+            compressed gradients at stage 2 or 3, over several axes, named twice (by ``compress``
+            and by the optimizer), or with a loss scale.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
     if compress is not None or isinstance(optimizer, LocalOptimizer):
+        if loss_scale is not None:
+            raise ValueError(
+                "compressed gradients take no loss_scale: a step whose gradients are not finite is "
+                "skipped already; compute the loss in bfloat16"
+            )
         local = _local_optimizer(optimizer, compress, stage, axis)
         return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
-    gradient = accumulate(loss_fn, microbatches, axis)
-
     def init(params: PyTree) -> TrainState:
         params = shard(params, stage, axis)
-        return TrainState(params, optimizer.init(params))
+        scale = () if loss_scale is None else loss_scale.init()
+        return TrainState(params, optimizer.init(params), scale)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        grads, value = gradient(state.params, batch)
+        scale = state.loss_scale
+        if bool(scale) != (loss_scale is not None):
+            has, takes = ("one", "none") if scale else ("none", "one")
+            raise ValueError(
+                f"the state has {has} in loss_scale, and this step takes {takes}; make the state "
+                "by the init of the same train_step, or state._replace(loss_scale=...)"
+            )
+
+        def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
+            value = loss_fn(params, microbatch)
+            return value * pvary(scale.scale, axis) if scale else value
+
+        grads, value = accumulate(scaled, microbatches, axis)(state.params, batch)
+        if scale:
+            grads, value = scale_by_factor(grads, 1 / scale.scale), value / scale.scale
         metrics = {"loss": value}
         if clip is not None:
             norm = global_norm(grads)
@@ -108,7 +143,17 @@ def train_step(
             grads = scale_by_factor(grads, factor)
             metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        return TrainState(apply_updates(state.params, updates), opt_state), metrics
+        new = TrainState(apply_updates(state.params, updates), opt_state, scale)
+        if loss_scale is not None and scale:
+            finite = all_finite(grads)
+            after = loss_scale.update(scale, finite)
+            new = select(finite, new, state)._replace(loss_scale=after)
+            metrics |= {
+                "loss_scale": scale.scale,
+                "skipped": after.skipped,
+                "stuck": after.stuck,
+            }
+        return new, metrics
 
     axes = (axis,) if isinstance(axis, str) else axis
     run = spmd(step, mesh, data_axes=axes)
@@ -159,7 +204,7 @@ def _exchanging(
         return TrainState(params, optimizer.init(params))
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        grads, value = gradient(optimizer.view(*state), batch)
+        grads, value = gradient(optimizer.view(state.params, state.opt_state), batch)
         metrics = {"loss": value}
         if clip is not None:
             norm = pmean(global_norm(grads).square(), axis).sqrt()
@@ -224,7 +269,7 @@ def fit(
     """
     values: list[Tensor] = []
     bar = _bar(batches, total, unit="step", disable=not show or _rank() != 0)
-    start, tokens, shown = time.perf_counter(), 0, 0.0
+    start, tokens, shown, told = time.perf_counter(), 0, 0.0, 0
     for batch in bar:
         state, value = step(state, batch)
         values.append(_loss(value))
@@ -233,10 +278,27 @@ def fit(
         if elapsed - shown > 0.2:  # reading a loss waits for the device
             shown = elapsed
             bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+            told = _tell_if_stuck(value, told)
     if values:
         bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+        _tell_if_stuck(value, told)
     bar.close()
     return state, [value.item() for value in values]
+
+
+def _tell_if_stuck(value: Any, told: int) -> int:
+    """Warn of steps that overflow at the least loss scale: at the first, then when they doubled."""
+    stuck = value.get("stuck") if isinstance(value, dict) else None
+    count = 0 if stuck is None else int(stuck.item())
+    if count < max(1, 2 * told):
+        return told if count else 0
+    _log.warning(
+        "the last %d steps were skipped: gradients overflow at the least loss scale, %g; the run "
+        "has likely diverged, or the loss computes something float16 cannot hold",
+        count,
+        value["loss_scale"].item(),
+    )
+    return count
 
 
 def count_tokens(leaves: Sequence[Any]) -> int:

@@ -15,7 +15,14 @@ from .protocol import (
     scale_by_factor,
     scale_by_learning_rate,
 )
-from .schedules import constant, warmup_cosine, warmup_linear
+from .schedules import (
+    constant,
+    warmup_cosine,
+    warmup_cosine_lr,
+    warmup_decay_lr,
+    warmup_linear,
+    warmup_lr,
+)
 from .sgd import SGDState, sgd
 from .zero_one import ZeroOneState, zero_one_adam
 
@@ -44,6 +51,9 @@ __all__ = [
     "scale_by_learning_rate",
     "sgd",
     "warmup_cosine",
+    "warmup_cosine_lr",
+    "warmup_decay_lr",
     "warmup_linear",
+    "warmup_lr",
     "zero_one_adam",
 ]

@@ -1,0 +1,218 @@
+"""Loss scales: DeepSpeed's figures, steps that are skipped, in every interpreter."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_fn as zf
+from zero_fn import tree
+
+from .processes import run_on_processes
+from .test_training import batches, mlp, mlp_loss
+
+FIGURES = json.loads((Path(__file__).parent / "data" / "deepspeed_figures.json").read_text())
+
+
+@pytest.mark.parametrize("case", FIGURES["dynamic_loss_scale"])
+def test_the_scale_is_deepspeeds_step_by_step(case: dict[str, Any]) -> None:
+    scale = zf.LossScale(
+        initial=case["init_scale"],
+        factor=case["scale_factor"],
+        window=case["scale_window"],
+        minimum=case["min_scale"],
+        hysteresis=case["hysteresis"],
+        consecutive_hysteresis=case["consecutive_hysteresis"],
+    )
+    state, scales = scale.init(), []
+    for overflow in case["overflow"]:
+        state = scale.update(state, torch.tensor(not overflow))
+        scales.append(state.scale.item())
+    assert scales == case["scale_after"]
+    assert state.skipped.item() == sum(case["overflow"])
+
+
+def schedule(case: dict[str, Any]) -> Any:
+    if case["schedule"] == "WarmupLR":
+        return zf.warmup_lr(**case["args"])
+    if case["schedule"] == "WarmupDecayLR":
+        return zf.warmup_decay_lr(**case["args"])
+    return zf.warmup_cosine_lr(case["base_lr"], **case["args"])
+
+
+@pytest.mark.parametrize("case", FIGURES["lr_schedules"])
+def test_the_rates_are_deepspeeds_step_by_step(case: dict[str, Any]) -> None:
+    rate = schedule(case)
+    got = [rate(torch.tensor(step)).item() for step in range(len(case["lr_after_step"]))]
+    # float64 on both sides, in another order of operations
+    assert got == pytest.approx(case["lr_after_step"], rel=1e-12, abs=1e-18)
+
+
+def test_a_warm_up_of_one_step() -> None:
+    assert zf.warmup_lr(0.0, 1.0, 1, "log")(torch.tensor(1)).item() == 1.0
+
+
+def test_the_scale_stops_at_its_minimum_and_below_infinity() -> None:
+    scale = zf.LossScale(initial=2.0, minimum=1.0, hysteresis=1, window=1)
+    state = scale.init()
+    for count in range(1, 5):
+        state = scale.update(state, torch.tensor(False))
+        assert state.scale.item() == 1.0
+        assert state.stuck.item() == count - 1  # the first one lowered it
+    for _ in range(300):
+        state = scale.update(state, torch.tensor(True))
+    assert state.scale.item() == 2.0**127
+    assert state.stuck.item() == 0
+
+
+def test_a_static_scale_stays() -> None:
+    scale = zf.LossScale.static(128.0)
+    state = scale.init()
+    for finite in (True, False, False, False, True, True):
+        state = scale.update(state, torch.tensor(finite))
+        assert state.scale.item() == 128.0
+    assert state.skipped.item() == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"factor": 0.5}, "factor is 0.5; it must be 1 or more"),
+        ({"window": 0}, "window is 0"),
+        ({"hysteresis": 0}, "hysteresis is 0"),
+        ({"minimum": 0.0}, "minimum is 0.0"),
+        ({"initial": 1.0, "minimum": 2.0}, "0 < minimum <= initial"),
+    ],
+)
+def test_a_scale_that_makes_no_sense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zf.LossScale(**arguments)
+
+
+def test_schedules_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="warmup_type is 'cubic'"):
+        zf.warmup_lr(warmup_type="cubic")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="total_num_steps is 5"):
+        zf.warmup_decay_lr(5, warmup_num_steps=6)
+
+
+def found(where: int | None) -> bool:
+    """all_finite with a NaN on one rank, in a piece of one leaf beside one that all share."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        pieces = zf.shard({"a": x, "b": x[:1]}, 3)
+        local = pieces["a"].local
+        if where is not None:
+            hit = (zf.axis_index("dp") == where).to(local.dtype)
+            local = local / (1 - zf.pvary(torch.ones(()), "dp") * hit)
+        return zf.all_finite({"a": pieces["a"].like(local), "c": x})
+
+    return bool(zf.spmd(program, zf.Mesh(dp=2), batch="replicated")(torch.ones(5)))
+
+
+@pytest.mark.parametrize("where", [None, 0, 1])
+def test_an_infinity_on_one_rank_is_known_to_all(where: int | None) -> None:
+    assert found(where) is (where is None)
+    assert run_on_processes(2, found, where) == [where is None] * 2
+
+
+def half_loss(params: Any, batch: Any) -> torch.Tensor:
+    """Computes in float16; the third batch, of many, overflows."""
+    x, y = batch
+    half = tree.map(lambda p: p.to(torch.float16), params)
+    return mlp_loss(half, (x.to(torch.float16), y)).float()
+
+
+def hostile(steps: int) -> list[Any]:
+    data = batches(steps)
+    x, y = data[2]
+    data[2] = x.clone().index_fill_(0, torch.tensor([3]), float("inf")), y
+    return data
+
+
+def dense_half(steps: int) -> tuple[list[float], Any, list[float]]:
+    """A loop with torch's own autograd and AdamW, and the scale as DeepSpeed says, by hand."""
+    params = tree.map(lambda p: p.clone().requires_grad_(), mlp())
+    leaves = tree.leaves(params)
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.1)
+    scale, losses, scales = 1024.0, [], []
+    for batch in hostile(steps):
+        loss = half_loss(params, batch)
+        optimizer.zero_grad()
+        (loss * scale).backward()
+        scales.append(scale)
+        losses.append(loss.item())
+        if all(p.grad.isfinite().all() for p in leaves):
+            for p in leaves:
+                p.grad /= scale
+            torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+            optimizer.step()
+        else:
+            scale /= 2
+    return losses, tree.map(lambda p: p.detach(), params), scales
+
+
+def half_run(stage: int, microbatches: int, steps: int, jit: bool) -> Any:
+    mesh = zf.Mesh(dp=2)
+    init, step = zf.train_step(
+        half_loss,
+        zf.adamw(1e-2, weight_decay=0.1),
+        mesh,
+        stage=stage,
+        microbatches=microbatches,
+        clip=0.5,
+        loss_scale=zf.LossScale(initial=1024.0, hysteresis=1),
+    )
+    state = init(mlp())
+    losses, scales = [], []
+    for batch in hostile(steps):
+        state, metrics = (step if jit else step.f)(state, batch)  # type: ignore[attr-defined]
+        losses.append(metrics["loss"].item())
+        scales.append(metrics["loss_scale"].item())
+    assert metrics["skipped"].item() == 1
+    assert metrics["stuck"].item() == 0
+    count = state.opt_state.step.item()
+    return losses, zf.gather_tree(state.params, mesh), scales, count
+
+
+@pytest.mark.parametrize(("microbatches", "jit"), [(1, True), (1, False), (3, True)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_that_overflows_changes_nothing(stage: int, microbatches: int, jit: bool) -> None:
+    losses, params, scales = dense_half(6)
+    runs = [half_run(stage, microbatches, 6, jit)]
+    if jit and microbatches == 1:
+        runs += run_on_processes(2, half_run, stage, microbatches, 6, jit)
+    for run in runs:
+        assert run[3] == 5  # steps that Adam counted
+        assert run[2] == scales
+        assert run[0][2] != run[0][2] or run[0][2] == float("inf")
+        for step in (0, 1, 3, 4, 5):
+            # float16 gradients of other groups of rows: 2^-11 of a sum, through two or three steps
+            assert run[0][step] == pytest.approx(losses[step], rel=5e-3)
+        torch.testing.assert_close(run[1], params, rtol=0.05, atol=5e-3)
+
+
+def test_a_state_without_the_scale_is_refused() -> None:
+    mesh = zf.Mesh(dp=2)
+    init, _ = zf.train_step(mlp_loss, zf.adamw(1e-2), mesh)
+    _, step = zf.train_step(mlp_loss, zf.adamw(1e-2), mesh, loss_scale=zf.LossScale())
+    with pytest.raises(ValueError, match="the state has none in loss_scale, and this step takes"):
+        step(init(mlp()), batches(1)[0])
+    with pytest.raises(ValueError, match="compressed gradients take no loss_scale"):
+        zf.train_step(mlp_loss, zf.adamw(1e-2), mesh, compress="1bit", loss_scale=zf.LossScale())
+
+
+def test_fit_says_when_the_scale_is_stuck(caplog: pytest.LogCaptureFixture) -> None:
+    def step(state: int, batch: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        return state, {
+            "loss": torch.tensor(float("nan")),
+            "loss_scale": torch.tensor(1.0),
+            "stuck": torch.tensor(7),
+        }
+
+    with caplog.at_level(logging.WARNING, "zero_fn.train"):
+        zf.fit(step, 0, [torch.ones(2)] * 3, show=False)
+    assert caplog.text.count("the last 7 steps were skipped") == 1

@@ -1,0 +1,134 @@
+"""Precision: a loss scale as state, and steps that change nothing where gradients overflow.
+
+float16 holds nothing above 65504 and nothing but zero below 6e-8. So the loss is multiplied by a
+scale before it is differentiated and the gradients divided by it after (arXiv 1710.03740, section
+3.2); a step whose gradients are not finite is skipped, and the scale lowered. All of it is tensor
+arithmetic on the state: no value is read on the host.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import tree
+from .collectives import psum, pvary
+from .ranks import placed_leaves
+from .tree import PyTree, Tensor
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers, the same on all ranks; 0-dim tensors.
+
+    Attributes:
+        scale: the factor of the next loss, float32.
+        stable: steps since the last overflow, or since the start.
+        hysteresis: how many more overflows in turn it takes until the scale is lowered.
+        skipped: how many steps were skipped in all.
+        stuck: how many were skipped in turn while the scale could not be lowered.
+    """
+
+    scale: Tensor
+    stable: Tensor
+    hysteresis: Tensor
+    skipped: Tensor
+    stuck: Tensor
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A dynamic loss scale, with the meanings and defaults of DeepSpeed's ``fp16`` section.
+
+    Attributes:
+        initial: the first scale (``initial_scale_power`` 16).
+        factor: what the scale is divided by at an overflow and multiplied by after ``window``
+            steps without one; 1: the scale is static.
+        window: that number of steps (``loss_scale_window``).
+        minimum: the least scale (``min_loss_scale``).
+        hysteresis: the scale is lowered at the overflow of this number since it last grew, and at
+            each further one.
+        consecutive_hysteresis: whether a step without overflow starts that count anew.
+
+    Raises:
+        ValueError: for a scale or minimum that is not positive, an initial scale below the minimum,
+            a factor below 1, or a window or hysteresis below 1.
+
+    >>> import torch
+    >>> import zero_fn as zf
+    >>> scale = zf.LossScale(initial=8.0, hysteresis=1)
+    >>> state = scale.update(scale.init(), torch.tensor(False))
+    >>> state.scale, state.skipped
+    (tensor(4.), tensor(1))
+    """
+
+    initial: float = 2.0**16
+    factor: float = 2.0
+    window: int = 1000
+    minimum: float = 1.0
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("factor", 1), ("window", 1), ("hysteresis", 1)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not 0 < self.minimum <= self.initial:
+            raise ValueError(
+                f"minimum is {self.minimum} and the initial scale {self.initial}; it takes "
+                "0 < minimum <= initial"
+            )
+
+    @classmethod
+    def static(cls, scale: float) -> "LossScale":
+        """A scale that never changes; steps that overflow are still skipped."""
+        return cls(initial=scale, factor=1.0, minimum=scale)
+
+    def init(self) -> LossScaleState:
+        """The state before the first step."""
+        zero = torch.zeros((), dtype=torch.int64)
+        left = zero + self.hysteresis
+        return LossScaleState(torch.tensor(self.initial), zero, left, zero.clone(), zero.clone())
+
+    def update(self, state: LossScaleState, finite: Tensor) -> LossScaleState:
+        """The state after a step whose gradients were finite, or were not (0-dim bool)."""
+        scale, stable, left, skipped, stuck = state
+        overflow = ~finite
+        at_last = overflow & (left <= 1)
+        lowered = (scale / self.factor).clamp(min=self.minimum)
+        grown = scale * self.factor
+        grows = finite & (stable > 0) & (stable % self.window == 0)
+        full = torch.full_like(left, self.hysteresis)
+        renewed = finite if self.consecutive_hysteresis else grows
+        return LossScaleState(
+            torch.where(at_last, lowered, torch.where(grows & grown.isfinite(), grown, scale)),
+            torch.where(finite, stable + 1, 0),
+            torch.where(renewed, full, torch.where(overflow & ~at_last, left - 1, left)),
+            skipped + overflow,
+            torch.where(overflow & (scale <= self.minimum), stuck + 1, 0),
+        )
+
+
+def all_finite(grads: PyTree) -> Tensor:
+    """Whether no leaf holds a NaN or an infinity, on any rank; 0-dim bool, the same on all ranks.
+
+    One collective of one number, over the axes that any leaf is cut on.
+    """
+    leaves = placed_leaves(grads)
+    axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes))
+    bad = torch.zeros((), dtype=torch.float32)
+    if axes:
+        bad = pvary(bad, axes)
+    for leaf in leaves:
+        found = (~leaf.value.isfinite()).any().to(torch.float32)
+        missing = tuple(axis for axis in axes if axis not in leaf.axes)
+        bad = bad + (pvary(found, missing) if missing else found)
+    return (psum(bad, axes) if axes else bad) == 0
+
+
+def select(condition: Tensor, new: PyTree, old: PyTree) -> PyTree:
+    """The tree ``new`` where the condition (0-dim bool) holds, else ``old``; no host sync.
+
+    Raises:
+        ValueError: if the trees differ.
+    """
+    return tree.map(lambda x, y: torch.where(condition, x, y), new, old)
