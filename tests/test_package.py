@@ -95,7 +95,7 @@ def test_the_public_names_are_these() -> None:
         *("add_decayed_weights", "apply_updates", "scale_by_adam", "scale_by_learning_rate"),
         *("constant", "warmup_cosine", "warmup_linear"),
         *("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr"),
-        *("LossScale", "all_finite", "select"),
+        *("Policy", "policy", "LossScale", "all_finite", "select"),
         *("compress", "compression_state", "ErrorFeedback", "Codec", "OneBit", "BFloat16"),
         *("Int8", "TopK", "PowerSGD"),
         *("LocalOptimizer", "onebit_adam", "onebit_lamb", "zero_one_adam", "compressed"),

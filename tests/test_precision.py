@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import zero_fn as zf
 from zero_fn import tree
@@ -216,3 +217,123 @@ def test_fit_says_when_the_scale_is_stuck(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.WARNING, "zero_fn.train"):
         zf.fit(step, 0, [torch.ones(2)] * 3, show=False)
     assert caplog.text.count("the last 7 steps were skipped") == 1
+
+
+def low_loss(params: Any, batch: Any) -> torch.Tensor:
+    """In the parameters' dtype up to the logits, in float32 from there."""
+    x, y = batch
+    h = torch.tanh(x @ params["in"]["weight"] + params["in"]["bias"]) * params["scale"]
+    for weight, bias in params["layers"]:
+        h = h + torch.tanh(h @ weight + bias)
+    return F.cross_entropy((h @ params["out"]).float(), y)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+def dense_low(compute: str, parts: int, steps: int, scale: float) -> tuple[list[float], Any]:
+    """Gradients of each part of the batch by low-precision copies, added up in float32."""
+    dtype, params = DTYPES[compute], tree.map(torch.clone, mlp())
+    leaves = tree.leaves(params)
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.1)
+    losses = []
+    for x, y in batches(steps):
+        low = tree.map(lambda p: p.to(dtype).requires_grad_(), params)
+        for p in leaves:
+            p.grad = torch.zeros_like(p)
+        total = 0.0
+        for rows, labels in zip(x.to(dtype).chunk(parts), y.chunk(parts), strict=True):
+            loss = low_loss(low, (rows, labels)) / parts
+            grads = torch.autograd.grad(loss * scale, tree.leaves(low))
+            for p, g in zip(leaves, grads, strict=True):
+                p.grad += g.float() / scale
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+        optimizer.step()
+        losses.append(total)
+    return losses, params
+
+
+def low_run(
+    stage: int, microbatches: int, compute: str, reduce: str, steps: int, scale: float
+) -> tuple[list[float], Any]:
+    mesh = zf.Mesh(dp=2)
+    init, step = zf.train_step(
+        low_loss,
+        zf.adamw(1e-2, weight_decay=0.1),
+        mesh,
+        stage=stage,
+        microbatches=microbatches,
+        clip=0.5,
+        policy=zf.policy(compute=compute, reduce=reduce),
+        loss_scale=zf.LossScale.static(scale) if scale != 1 else None,
+    )
+    state = init(mlp())
+    losses = []
+    for batch in batches(steps):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"].item())
+    assert {x.dtype for x in tree.leaves(state.params)} == {torch.float32}
+    return losses, zf.gather_tree(state.params, mesh)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("compute", "scale"), [("bf16", 1.0), ("fp16", 128.0), ("float32", 1.0)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_low_precision_with_float32_sums(
+    stage: int, microbatches: int, compute: str, scale: float
+) -> None:
+    losses, params = dense_low(compute, 2 * microbatches, 4, scale)
+    arguments = stage, microbatches, compute, "float32", 4, scale
+    runs = [low_run(*arguments)]
+    if microbatches == 3:
+        runs += run_on_processes(2, low_run, *arguments)
+    for got_losses, got in runs:
+        # The same products in another order: a low-precision value may be rounded the other way
+        # (2^-8 of it in bf16), and Adam's first steps follow the sign of small gradients.
+        assert got_losses == pytest.approx(losses, rel=5e-3)
+        torch.testing.assert_close(got, params, rtol=0.02, atol=5e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_in_bf16_are_summed_in_float32(stage: int) -> None:
+    rows = torch.randn(8, 7, generator=torch.Generator().manual_seed(5))
+    mesh = zf.Mesh(dp=4)
+
+    def gradient(reduce: torch.dtype | None) -> torch.Tensor:
+        def program(w: torch.Tensor, x: torch.Tensor) -> Any:
+            f = zf.accumulate(
+                lambda w, x: (w * x).sum(), 2, dtype=torch.bfloat16, reduce_dtype=reduce
+            )
+            return f(zf.shard(w, stage), x)[0]
+
+        got: torch.Tensor = zf.gather_tree(zf.spmd(program, mesh)(torch.ones(7), rows), mesh)
+        return got
+
+    # one row for each of 4 ranks and 2 micro-batches, whose gradient is the row, rounded
+    want = (rows / 8).bfloat16().float().sum(0)
+    torch.testing.assert_close(gradient(None), want, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(gradient(torch.bfloat16), want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_travels_in_which_dtype() -> None:
+    mesh = zf.Mesh(dp=4).abstract()
+
+    def sent(compute: str, reduce: str) -> dict[str, int]:
+        init, step = zf.train_step(
+            mlp_loss, zf.sgd(0.1), mesh, stage=3, policy=zf.policy(compute=compute, reduce=reduce)
+        )
+        program = step.trace(init(mlp()), batches(1)[0])  # type: ignore[attr-defined]
+        return {c.kind: c.bytes_sent for c in program.collectives()}
+
+    full, half, both = sent("fp32", "fp32"), sent("bf16", "fp32"), sent("bf16", "bf16")
+    assert half["all_gather"] * 2 == full["all_gather"]
+    assert half["reduce_scatter"] == full["reduce_scatter"] == both["reduce_scatter"] * 2
+
+
+def test_names_of_dtypes() -> None:
+    assert zf.policy() == zf.Policy(torch.float32, torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="compute is 'bf15'; did you mean 'bf16'"):
+        zf.policy(compute="bf15")
+    with pytest.raises(ValueError, match="reduce is 'int32'; there are 'float64'"):
+        zf.policy(reduce="int32")

@@ -66,8 +66,8 @@ from .optim import (
     zero_one_adam,
 )
 
-# Loss scales as state, and steps that are skipped where gradients overflow.
-from .precision import LossScale, all_finite, select
+# The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
+from .precision import LossScale, Policy, all_finite, policy, select
 
 # Tracing a step into one graph.
 from .compiler import jit
@@ -90,6 +90,7 @@ __all__ = [
     "Mesh",
     "OneBit",
     "Optimizer",
+    "Policy",
     "PowerSGD",
     "Program",
     "Scheme",
@@ -126,6 +127,7 @@ __all__ = [
     "partition",
     "pipeline_schedule",
     "pmean",
+    "policy",
     "ppermute",
     "progress",
     "pscatter",

@@ -20,7 +20,13 @@ LossFn = Callable[[PyTree, PyTree], Tensor]
 
 
 def accumulate(
-    loss_fn: LossFn, microbatches: int = 1, axis: AxisName = "dp", *, reduce: bool = True
+    loss_fn: LossFn,
+    microbatches: int = 1,
+    axis: AxisName = "dp",
+    *,
+    reduce: bool = True,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, Tensor]]:
     """The gradient and value of the mean loss over all ranks and micro-batches.
 
@@ -30,6 +36,10 @@ def accumulate(
         axis: the axis, or axes, whose ranks have different batches.
         reduce: False: the gradients are this rank's own, by the whole parameters, and nobody has
             reduced them, as :func:`zero_fn.compress` and the 1-bit optimizers take them.
+        dtype: the dtype of the whole params that ``loss_fn`` sees, and in which they travel; None:
+            the pieces' own. Gradients add up in the pieces' dtype.
+        reduce_dtype: the dtype in which gradients travel and are summed over ranks; None: the
+            pieces' own.
 
     Returns:
         A function (params as :func:`zero_fn.shard` cut them, this rank's batch) to
@@ -46,13 +56,14 @@ def accumulate(
         if not reduce:
             params = tree.map(_own, params, is_leaf=is_piece)
         nodes, treedef = tree.flatten(params, is_piece)
-        leaves = [_Leaf(node) for node in nodes]
+        leaves = [_Leaf(node, dtype, reduce_dtype) for node in nodes]
         ranks = axis_size(axis)
         share = 1 / (microbatches * (ranks if reduce else 1))
 
         def loss(values: list[Any], microbatch: PyTree) -> Tensor:
             whole = [leaf.use(value) for leaf, value in zip(leaves, values, strict=True)]
-            return loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch) * share
+            value = loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch)
+            return at_least_float32(value) * share
 
         values = []
         for part in _parts(batch, microbatches):
@@ -64,6 +75,11 @@ def accumulate(
         return tree.unflatten(treedef, [leaf.gradient() for leaf in leaves]), total
 
     return accumulated
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same value, in float32 if it had fewer bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_unreduced(scheme: Scheme) -> None:
@@ -89,25 +105,42 @@ class _Leaf:
     A piece that is gathered once stands here whole, with the pullback that reduces its gradient.
     """
 
-    def __init__(self, node: Any) -> None:
+    def __init__(
+        self, node: Any, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.node, self.sum = node, None  # type: Any, Any
+        self.dtypes = dtype, reduce_dtype
         self.early = isinstance(node, Sharded) and node.scheme.gather_at == "step"
         self.each = not self.early or node.scheme.reduce_at == "microbatch"
         self.value: Any = node
         if self.early:
-            self.value, self.pullback, *_ = torch.func.vjp(node.whole, node.local)
+            whole, self.pullback, *_ = torch.func.vjp(self._whole, node.local)
+            self.value = self._cast(whole)
 
     def use(self, value: Any) -> Any:
         """The whole leaf, inside the loss."""
-        return value.whole(value.local) if isinstance(value, Sharded) else value
+        if isinstance(value, Sharded):
+            return self._cast(self._whole(value.local))
+        return value if self.early else self._cast(value)
 
     def add(self, g: Any) -> None:
-        if self.early and self.each:
-            g = self._reduced(g)
+        if self.early:
+            g = g.to(self.node.dtype)
+            g = self._reduced(g) if self.each else g
         self.sum = g if self.sum is None else tree.map(torch.add, self.sum, g)
 
     def gradient(self) -> Any:
         return self.sum if self.each else self._reduced(self.sum)
+
+    def _whole(self, local: Tensor) -> Tensor:
+        whole: Tensor = self.node.whole(local, *self.dtypes)
+        return whole
+
+    def _cast(self, whole: Any) -> Any:
+        dtype = self.dtypes[0]
+        if dtype is None or not isinstance(whole, Tensor) or not whole.is_floating_point():
+            return whole
+        return whole.to(dtype)
 
     def _reduced(self, g: Tensor) -> Sharded:
         return self.node.like(self.pullback(g)[0])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from .mesh import Axis, bound_axis
-from .transport import CARRIED, PROCESS, Static, simulate
+from .transport import CARRIED, PROCESS, Static, Wire, current_wire, sent, simulate
 from .tree import Tensor
 
 AxisName = str | tuple[str, ...]
@@ -271,8 +271,9 @@ def _divided(x: Tensor, dim: int, axis: str, what: str) -> int:
 def _apply(kind: str, x: Tensor, name: str, static: Static) -> Tensor:
     axis = bound_axis(name)
     if axis.size == 1:
-        return _alone(kind, x, static)
-    return _call(x, axis.token, kind, name, axis.size, axis.place, axis.group, static)
+        return _alone(kind, sent(x, kind, current_wire()).to(x.dtype), static)
+    place = axis.size, axis.place, axis.group
+    return _call(x, axis.token, kind, name, *place, static, current_wire())
 
 
 def _alone(kind: str, x: Tensor, static: Static) -> Tensor:
@@ -301,8 +302,9 @@ def _call(
     place: int,
     group: str,
     static: Static,
+    wire: Wire,
 ) -> Tensor:
-    return _Collective.apply(x, token, kind, name, size, place, group, static)
+    return _Collective.apply(x, token, kind, name, size, place, group, static, wire)
 
 
 def _invariant(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
@@ -320,10 +322,11 @@ class _Collective(torch.autograd.Function):
         place: int,
         group: str,
         static: Static,
+        wire: Wire,
     ) -> Tensor:
         if token is not None:
             raise RuntimeError(f"{kind} over {name!r}: a simulated axis outlived its spmd call")
-        return PROCESS[kind](x, size, place, group, static)
+        return PROCESS[kind](sent(x, kind, wire), size, place, group, static).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -334,11 +337,12 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        kind, name, size, place, group, static = ctx.rest
+        kind, name, size, place, group, static, wire = ctx.rest
         # Incoming gradients can have stride 0, which no wire takes.
         grad, static = grad.contiguous(), _transposed(kind, static)
-        grad = _call(grad, token, _TRANSPOSE[kind], name, size, place, group, static)
-        return grad, None, None, None, None, None, None, None
+        place = size, place, group
+        grad = _call(grad, token, _TRANSPOSE[kind], name, *place, static, wire[::-1])
+        return grad, None, None, None, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -357,6 +361,7 @@ class _Collective(torch.autograd.Function):
         place: int,
         group: str,
         static: Static,
+        wire: Wire,
     ) -> tuple[Tensor, int | None]:
         batched = in_dims[0]
         if in_dims[1] is None:
@@ -364,8 +369,9 @@ class _Collective(torch.autograd.Function):
             # dimension, where it does not shift the others.
             assert batched is not None
             x = x.movedim(batched, -1)
-            return _call(x, token, kind, name, size, place, group, static), -1
-        return simulate(kind, name, x, batched, size, static)
+            return _call(x, token, kind, name, size, place, group, static, wire), -1
+        result, batched = simulate(kind, name, sent(x, kind, wire), batched, size, static)
+        return result.to(x.dtype), batched
 
 
 class _Invariant(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Precision: a loss scale as state, and steps that change nothing where gradients overflow.
+"""Precision: the dtypes of a step, a loss scale as state, and steps that are skipped.
 
 float16 holds nothing above 65504 and nothing but zero below 6e-8. So the loss is multiplied by a
 scale before it is differentiated and the gradients divided by it after (arXiv 1710.03740, section
@@ -13,8 +13,56 @@ import torch
 
 from . import tree
 from .collectives import psum, pvary
+from .naming import suggestion
 from .ranks import placed_leaves
 from .tree import PyTree, Tensor
+
+_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class Policy(NamedTuple):
+    """The dtypes of a step; made by :func:`policy`.
+
+    Attributes:
+        params: of parameters and optimizer state at rest, and of the gradients that it gets.
+        compute: of the parameters and floating-point batches that the loss sees, and of
+            parameters on the wire.
+        reduce: in which gradients travel and are summed over ranks.
+    """
+
+    params: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+def policy(params: str = "float32", compute: str = "bf16", reduce: str = "float32") -> Policy:
+    """A :class:`Policy` from names: ``float32``, ``bf16``, ``float16``, ...; torch's or short ones.
+
+    Raises:
+        ValueError: for a name that is no floating-point dtype of 16 bits or more.
+    """
+    return Policy(_dtype(params, "params"), _dtype(compute, "compute"), _dtype(reduce, "reduce"))
+
+
+def _dtype(name: str, what: str) -> torch.dtype:
+    dtype = getattr(torch, _SHORT.get(name, name), None)
+    known = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    if dtype not in known:
+        names = [*(str(d).removeprefix("torch.") for d in known), *_SHORT]
+        raise ValueError(f"{what} is {name!r}; {suggestion(name, names)}")
+    return dtype
+
+
+def cast_floats(tree_: PyTree, dtype: torch.dtype) -> PyTree:
+    """The same tree, its floating-point tensors in another dtype; one tensor stays one."""
+    done: dict[int, Tensor] = {}
+
+    def cast(x: object) -> object:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return done.setdefault(id(x), x.to(dtype))
+
+    return tree.map(cast, tree_)
 
 
 class LossScaleState(NamedTuple):

@@ -25,6 +25,7 @@ from . import tree
 from .collectives import AxisName, agreed, all_gather, axis_size, pscatter, pvary
 from .mesh import Mesh
 from .ranks import spmd
+from .transport import wire
 from .tree import PyTree, Tensor
 
 Shape = tuple[int, ...]
@@ -160,8 +161,18 @@ class Sharded:
     def parts(self) -> int:
         return self.cut.parts
 
-    def whole(self, local: Tensor) -> Tensor:
+    def whole(
+        self,
+        local: Tensor,
+        sent: torch.dtype | None = None,
+        reduced: torch.dtype | None = None,
+    ) -> Tensor:
         """The whole tensor that ``local`` is a piece of, as the scheme gathers it.
+
+        Args:
+            local: the piece.
+            sent: the dtype in which it travels; None: its own.
+            reduced: the dtype in which its gradient is summed; None: the piece's.
 
         Raises:
             ValueError: if the axis has another number of ranks than the tensor was cut for.
@@ -172,7 +183,8 @@ class Sharded:
                 f"{axis_size(self.axis)} here; gather it on the mesh it was cut on "
                 "(zf.gather_tree) and shard it again on this one"
             )
-        return self.scheme.gather(local, self.shape, self.axis)
+        with wire(sent, reduced):
+            return self.scheme.gather(local, self.shape, self.axis)
 
     def like(self, local: Tensor) -> "Sharded":
         """Another piece that is cut the same way."""
@@ -254,14 +266,18 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     return tree.map_with_path(cut, params)
 
 
-def unshard(params: PyTree, dtype: torch.dtype | None = None) -> PyTree:
+def unshard(
+    params: PyTree, dtype: torch.dtype | None = None, reduce: torch.dtype | None = None
+) -> PyTree:
     """The tree that :func:`shard` cut, whole again on each rank. Call it inside ``spmd``.
 
     The gradient by the pieces is the sum of the ranks' gradients, cut the same way.
 
     Args:
         params: a tree of :class:`Sharded`; other leaves pass through as they are.
-        dtype: cast the pieces before the gather, which then moves fewer bytes.
+        dtype: the whole tensors' dtype; the pieces are cast before the gather, which then moves
+            fewer bytes. None: the pieces' own.
+        reduce: the dtype in which gradients travel and are summed; None: the pieces' own.
 
     Raises:
         ValueError: if a tied leaf's partner is not in this tree.
@@ -270,8 +286,8 @@ def unshard(params: PyTree, dtype: torch.dtype | None = None) -> PyTree:
     def whole(piece: Any) -> Any:
         if not isinstance(piece, Sharded):
             return piece
-        local = piece.local if dtype is None else piece.local.to(dtype)
-        return piece.whole(local)
+        gathered = piece.whole(piece.local, dtype, reduce)
+        return gathered if dtype is None else gathered.to(dtype)
 
     return tie_whole(tree.map(whole, params, is_leaf=is_piece))
 

@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 
 from . import tree
-from .accumulation import LossFn, accumulate, check_unreduced
+from .accumulation import LossFn, accumulate, at_least_float32, check_unreduced
 from .codecs import Method
 from .collectives import AxisName, pmean, pvary
 from .compiler import Compiler, jit
@@ -23,7 +23,7 @@ from .optim import (
     global_norm,
     scale_by_factor,
 )
-from .precision import LossScale, LossScaleState, all_finite, select
+from .precision import LossScale, LossScaleState, Policy, all_finite, cast_floats, select
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
 from .tree import PyTree, Tensor
@@ -67,6 +67,7 @@ def train_step(
     microbatches: int = 1,
     clip: float | None = None,
     compress: Method | None = None,
+    policy: Policy | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = True,
     compiler: Compiler = "eager",
@@ -86,6 +87,7 @@ def train_step(
             ranks' own norms stands for it, which is never smaller.
         compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
             as they are, or as the optimizer says.
+        policy: the dtypes, see :func:`zero_fn.policy`; None: everything as the parameters are.
         loss_scale: what the loss is multiplied by before it is differentiated, for a loss that
             computes in float16. A step whose gradients are not finite leaves parameters and
             optimizer state as they are.
@@ -102,20 +104,22 @@ def train_step(
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
             compressed gradients at stage 2 or 3, over several axes, named twice (by ``compress``
-            and by the optimizer), or with a loss scale.
+            and by the optimizer), or with a policy or loss scale.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
     if compress is not None or isinstance(optimizer, LocalOptimizer):
-        if loss_scale is not None:
+        if policy is not None or loss_scale is not None:
             raise ValueError(
-                "compressed gradients take no loss_scale: a step whose gradients are not finite is "
-                "skipped already; compute the loss in bfloat16"
+                "compressed gradients take no policy and no loss_scale: cast in the loss, to "
+                "bfloat16; a step whose gradients are not finite is skipped already"
             )
         local = _local_optimizer(optimizer, compress, stage, axis)
         return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
     def init(params: PyTree) -> TrainState:
+        if policy is not None:
+            params = cast_floats(params, policy.params)
         params = shard(params, stage, axis)
         scale = () if loss_scale is None else loss_scale.init()
         return TrainState(params, optimizer.init(params), scale)
@@ -131,9 +135,13 @@ def train_step(
 
         def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
             value = loss_fn(params, microbatch)
-            return value * pvary(scale.scale, axis) if scale else value
+            return at_least_float32(value) * pvary(scale.scale, axis) if scale else value
 
-        grads, value = accumulate(scaled, microbatches, axis)(state.params, batch)
+        compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
+        if compute is not None:
+            batch = cast_floats(batch, compute)
+        gradient = accumulate(scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce)
+        grads, value = gradient(state.params, batch)
         if scale:
             grads, value = scale_by_factor(grads, 1 / scale.scale), value / scale.scale
         metrics = {"loss": value}

@@ -5,11 +5,48 @@ along dimension 0. Neither knows of derivatives: those are in ``collectives.py``
 them.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .tree import Tensor
 
 Static = tuple[int, ...]  # the numbers of a collective: dimensions, or pairs of ranks
+
+# The dtypes in which floating-point tensors travel, in a collective itself and in its transpose,
+# which carries gradients. Sums are in them, too. None: the tensors' own.
+Wire = tuple[torch.dtype | None, torch.dtype | None]
+
+
+class _Current(threading.local):
+    wire: Wire = (None, None)
+
+
+_current = _Current()
+
+
+@contextmanager
+def wire(there: torch.dtype | None, back: torch.dtype | None) -> Iterator[None]:
+    """Collectives called inside travel in these dtypes; results have their inputs' own."""
+    outer, _current.wire = _current.wire, (there, back)
+    try:
+        yield
+    finally:
+        _current.wire = outer
+
+
+def current_wire() -> Wire:
+    return _current.wire
+
+
+def sent(x: Tensor, kind: str, wire: Wire) -> Tensor:
+    """What a collective puts on the wire for ``x``."""
+    dtype = wire[0]
+    moves = kind not in ("pvary", "pscatter")
+    return x.to(dtype) if moves and dtype is not None and x.is_floating_point() else x
+
 
 # What a process does. The raw functional collectives are nodes that compilers see.
 
