@@ -89,12 +89,14 @@ def row_linear(
             sequence.
     """
     _check_inputs("row_linear", x, weight, "(outputs, inputs / ranks)")
+    if axis is None:
+        return F.linear(x, weight, bias)
     y = F.linear(x, weight)
-    if axis is not None and sequence_dim is not None:
+    if sequence_dim is None:
+        y = psum(y, axis)
+    else:
         y = psum_scatter(y, axis, sequence_dim)
         bias = None if bias is None else pvary(bias, axis)
-    elif axis is not None:
-        y = psum(y, axis)
     return y if bias is None else y + bias
 
 
