@@ -24,6 +24,7 @@ from .optim import (
 )
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
+from .slicing import Rules, local_slices, slice_params
 from .tree import PyTree, Tensor
 
 
@@ -56,6 +57,8 @@ def train_step(
     microbatches: int = 1,
     clip: float | None = None,
     compress: Method | None = None,
+    slice_rules: Rules | None = None,
+    slice_axis: str = "tp",
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
@@ -74,6 +77,9 @@ def train_step(
             ranks' own norms stands for it, which is never smaller.
         compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
             as they are, or as the optimizer says.
+        slice_rules: how the parameters are cut over ``slice_axis``, as for
+            :func:`zero_fn.slice_params`; ``loss_fn`` then sees this rank's slices. None: not.
+        slice_axis: the mesh axis of tensor slicing.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
@@ -84,18 +90,28 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, or named twice (by
+            compressed gradients at stage 2 or 3, over several axes, of slices, or named twice (by
             ``compress`` and by the optimizer).
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
     if compress is not None or isinstance(optimizer, LocalOptimizer):
+        if slice_rules is not None:
+            raise ValueError(
+                "gradients of slices do not travel compressed: leave out slice_rules, or compress "
+                "and optimizers that exchange gradients themselves"
+            )
         local = _local_optimizer(optimizer, compress, stage, axis)
         return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
-    gradient = accumulate(loss_fn, microbatches, axis)
+    def loss(params: PyTree, batch: PyTree) -> Tensor:
+        return loss_fn(local_slices(params), batch)
+
+    gradient = accumulate(loss, microbatches, axis)
 
     def init(params: PyTree) -> TrainState:
+        if slice_rules is not None:
+            params = slice_params(params, slice_rules, slice_axis)
         params = shard(params, stage, axis)
         return TrainState(params, optimizer.init(params))
 
