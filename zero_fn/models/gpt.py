@@ -211,7 +211,7 @@ def apply(
             f"a sequence of {length} tokens; the configuration ends at {config.length}"
         )
     if axis is not None:
-        _check_heads(config, axis)
+        _check_divisible(config, length, axis, sequence_parallel)
     elif sequence_parallel:
         raise ValueError("sequence_parallel cuts the sequence over an axis; name it: axis='tp'")
     cut = Cut(axis, 1 if sequence_parallel else None)
@@ -271,10 +271,13 @@ def layer_norm(x: Tensor, weights: Params, cut: Cut = WHOLE) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], weights["scale"], weights["shift"])
 
 
-def _check_heads(config: Config, axis: str) -> None:
-    for name, count in (("heads", config.heads), ("kv_heads", config.groups)):
+def _check_divisible(config: Config, length: int, axis: str, sequence_parallel: bool) -> None:
+    counts = {"heads": config.heads, "kv_heads": config.groups}
+    if sequence_parallel:
+        counts["the sequence's length"] = length
+    for name, count in counts.items():
         if count % axis_size(axis):
             raise ValueError(
                 f"{name}={count} is not divisible by the {axis_size(axis)} ranks of {axis!r}, "
-                "which divide attention by heads"
+                "which divide it among them"
             )
