@@ -12,7 +12,6 @@ Heads, hidden units and vocabulary are then divided among its ranks.
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from zero_fn import tree
 from zero_fn.collectives import axis_size, pscatter, pvary
 from zero_fn.kernels import dense_attention
 from zero_fn.sliced_layers import (
@@ -267,7 +265,7 @@ def mlp(
 def layer_norm(x: Tensor, weights: Params, cut: Cut = WHOLE) -> Tensor:
     """Layer normalisation over the last dimension."""
     if cut.axis is not None and cut.sequence_dim is not None:  # x varies, the weights do not
-        weights = tree.map(partial(pvary, axis=cut.axis), weights)
+        weights = {name: pvary(w, cut.axis) for name, w in weights.items()}
     return F.layer_norm(x, x.shape[-1:], weights["scale"], weights["shift"])
 
 
