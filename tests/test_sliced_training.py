@@ -277,6 +277,7 @@ def test_a_model_that_the_axis_does_not_divide_is_refused(
         zf.spmd(program, zf.Mesh(tp=4))(parameters(config), batch(config, 0))
 
 
-def test_key_and_value_heads_that_do_not_divide_the_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="kv_heads=3 does not divide heads=8"):
-        configuration(kv_heads=3)
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_key_and_value_heads_that_do_not_divide_the_heads_are_refused(kv_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"kv_heads={kv_heads} does not divide heads=8"):
+        configuration(kv_heads=kv_heads)

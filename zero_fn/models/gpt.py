@@ -78,7 +78,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
-        if self.heads % self.groups:
+        if self.groups < 1 or self.heads % self.groups:
             raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
 
     @property
