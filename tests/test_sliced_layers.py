@@ -236,6 +236,32 @@ def test_the_loss_over_any_vocabulary(vocabulary: int, tp: int, reduction: Any) 
     torch.testing.assert_close(got, (want, torch.autograd.grad(want, logits)[0]), **CLOSE)
 
 
+def test_second_derivatives_of_the_loss_where_a_rank_has_nothing_but_padding() -> None:
+    logits, direction, targets = normal(6, 3), normal(6, 3, seed=1), torch.arange(6) % 3
+    mesh, rules = zf.Mesh(tp=4), {"*": zf.SliceRule(1, pad=True)}
+
+    def program(state: Any, targets: Tensor) -> Any:
+        x, v = (zf.slice_params((part,), rules) for part in state)
+
+        def loss(x: Any) -> Tensor:
+            return zf.vocab_cross_entropy(zf.local_slices(x)[0], targets, vocabulary=3)
+
+        def slope(x: Any) -> Tensor:
+            return torch.func.jvp(loss, (x,), (v,))[1]
+
+        return zf.grad_and_value(slope)(x)
+
+    run = zf.spmd(program, mesh, batch="replicated")
+    grads, slope = run((logits, direction), targets)
+
+    def dense_slope(x: Tensor) -> Tensor:
+        return torch.func.jvp(lambda x: F.cross_entropy(x, targets), (x,), (direction,))[1]
+
+    want, want_slope = torch.func.grad_and_value(dense_slope)(logits)
+    torch.testing.assert_close(slope, want_slope, **CLOSE)
+    torch.testing.assert_close(zf.gather_tree(grads, mesh)[0], want, **CLOSE)
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e300])
 def test_the_loss_of_huge_logits_is_finite(scale: float) -> None:
     logits, targets = normal(6, 5) * scale, torch.arange(6) % 5
