@@ -200,6 +200,21 @@ def test_forward_derivatives_and_second_ones(case: str) -> None:
     torch.testing.assert_close((zf.gather_tree(grads, mesh), slope), want, **CLOSE)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_recomputed_layers_have_the_same_gradients(case: str) -> None:
+    """What remat returns is the same on all ranks where the function's result was."""
+    mesh = zf.Mesh(dp=2, tp=2)
+    params, rules, batch, _, sliced = CASES[case]
+
+    def program(params: Any, batch: Any) -> Any:
+        slices = zf.slice_params(params, rules)
+        recomputed = zf.remat(sliced)
+        return zf.grad_and_value(lambda p: recomputed(zf.local_slices(p), batch))(slices)
+
+    grads, value = zf.spmd(program, mesh, batch="replicated")(params(), batch())
+    torch.testing.assert_close((zf.gather_tree(grads, mesh), value), dense(case), **CLOSE)
+
+
 # The loss by itself
 
 

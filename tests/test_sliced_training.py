@@ -186,6 +186,28 @@ def test_the_traced_step_of_train_step(
     torch.testing.assert_close(run, dense, **CLOSE)
 
 
+def test_a_sweep_over_whole_states() -> None:
+    """vmap over the traced step: three states in, three states out."""
+    config, mesh = configuration(), zf.Mesh(dp=2, tp=2)
+    init, step = zf.train_step(
+        lambda p, b: gpt.loss(p, b, config, "tp"),
+        zf.adamw(1e-2),
+        mesh,
+        stage=3,
+        clip=CLIP,
+        donate=False,
+        slice_rules=gpt.rules(config),
+    )
+    states = [init(tree.map(torch.Tensor.double, gpt.init(config, seed))) for seed in range(3)]
+    stacked = tree.map(lambda *xs: torch.stack(xs), *states)
+    together, metrics = torch.func.vmap(step, (0, None))(stacked, batch(config, 0))
+    for place, state in enumerate(states):
+        alone, want = step(state, batch(config, 0))
+        torch.testing.assert_close(metrics["loss"][place], want["loss"])
+        for x, y in zip(tree.leaves(together), tree.leaves(alone), strict=True):
+            torch.testing.assert_close(x[place], y, **CLOSE)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_processes_train_like_the_dense_step(stage: int, dense: Any) -> None:
     for run in run_on_processes(2, sliced_run, configuration(), {"dp": 1, "tp": 2}, stage):

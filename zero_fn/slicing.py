@@ -101,10 +101,6 @@ class Sliced:
         """The dtype of the slice."""
         return self.local.dtype
 
-    def like(self, local: Any) -> "Sliced":
-        """Another slice that is cut the same way."""
-        return Sliced(local, *self.cut)
-
     def check(self) -> None:
         """Refuse an axis with another number of ranks than the tensor was cut for."""
         if axis_size(self.axis) != self.parts:
