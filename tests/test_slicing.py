@@ -140,6 +140,28 @@ def test_norms_add_over_the_axes_that_a_leaf_is_cut_on(stage: int) -> None:
     torch.testing.assert_close(got, flat * 2 / (flat.norm() + 1e-6), rtol=1e-12, atol=0)
 
 
+def test_norms_of_leaves_that_are_cut_on_one_two_and_three_axes() -> None:
+    mesh = zf.Mesh(dp_outer=2, tp=2, dp_inner=3)
+
+    def program(values: Any) -> tuple[Tensor, Any]:
+        slices = zf.slice_params(values, RULES)
+        pieces = {
+            "one": slices["qkv"],
+            "two": zf.shard(slices["columns"], 3, "dp_inner"),
+            "three": zf.shard(slices["table"], 3, ("dp_outer", "dp_inner")),
+            "none": slices["norm"],
+        }
+        return zf.global_norm(pieces), zf.clip_by_global_norm(2.0).update(pieces, (), pieces)[0]
+
+    norm, clipped = zf.spmd(program, mesh)(params())
+    whole = params()
+    leaves = [whole["norm"], whole["qkv"], whole["table"], whole["columns"]]
+    flat = torch.cat([x.flatten() for x in leaves])
+    torch.testing.assert_close(norm, flat.norm(), rtol=1e-12, atol=0)
+    got = torch.cat([x.flatten() for x in tree.leaves(zf.gather_tree(clipped, mesh))])
+    torch.testing.assert_close(got, flat * 2 / (flat.norm() + 1e-6), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_two_are_taken_off_in_either_order(stage: int) -> None:
     mesh = zf.Mesh(dp=2, tp=2)

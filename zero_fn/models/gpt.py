@@ -11,6 +11,7 @@ Heads, hidden units and vocabulary are then divided among its ranks.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -203,25 +204,9 @@ def apply(
             divide the heads; for ``sequence_parallel`` without an axis, or with one that does not
             divide the sequence.
     """
-    length = tokens.shape[-1]
-    if length > config.length:
-        raise ValueError(
-            f"a sequence of {length} tokens; the configuration ends at {config.length}"
-        )
-    if axis is not None:
-        _check_divisible(config, length, axis, sequence_parallel)
-    elif sequence_parallel:
-        raise ValueError("sequence_parallel cuts the sequence over an axis; name it: axis='tp'")
-    cut = Cut(axis, 1 if sequence_parallel else None)
-    positions = params["positions"][:length]
-    if axis is not None and sequence_parallel:
-        positions = pscatter(positions, axis)
-    x = vocab_embedding(tokens, params["tokens"], vocabulary=config.vocabulary, **cut._asdict())
-    x = x + positions
-    for block in params["blocks"]:
-        x = x + attention(block, layer_norm(x, block["norm1"], cut), config, cut)
-        x = x + mlp(block, layer_norm(x, block["norm2"], cut), cut)
-    return column_linear(layer_norm(x, params["norm"], cut), params["head"], **cut._asdict())
+    cut = cut_over(axis, sequence_parallel)
+    x = transform(params["blocks"], embed(params, tokens, config, cut), config, cut)
+    return logits(params, x, cut)
 
 
 def loss(
@@ -233,8 +218,70 @@ def loss(
 ) -> Float[Tensor, ""]:
     """The mean cross-entropy, in nats a token. The further arguments are those of :func:`apply`."""
     tokens, targets = batch
-    logits = apply(params, tokens, config, axis, sequence_parallel)
-    return vocab_cross_entropy(logits, targets, axis=axis, vocabulary=config.vocabulary)
+    found = apply(params, tokens, config, axis, sequence_parallel)
+    return cross_entropy(found, targets, config, cut_over(axis, sequence_parallel))
+
+
+# The parts of it, which take the cut in one.
+
+
+def cut_over(axis: str | None, sequence_parallel: bool) -> Cut:
+    """The cut that the arguments of :func:`apply` mean.
+
+    Raises:
+        ValueError: for ``sequence_parallel`` without an axis.
+    """
+    if sequence_parallel and axis is None:
+        raise ValueError("sequence_parallel cuts the sequence over an axis; name it: axis='tp'")
+    return Cut(axis, 1 if sequence_parallel else None)
+
+
+def embed(
+    params: Params, tokens: Int[Tensor, "batch length"], config: Config, cut: Cut = WHOLE
+) -> Float[Tensor, "batch length width"]:
+    """Token embeddings with their positions: what enters the residual stream."""
+    length = tokens.shape[-1]
+    if length > config.length:
+        raise ValueError(
+            f"a sequence of {length} tokens; the configuration ends at {config.length}"
+        )
+    positions = params["positions"][:length]
+    if cut.axis is not None:
+        _check_divisible(config, length, cut.axis, cut.sequence_dim is not None)
+        if cut.sequence_dim is not None:
+            positions = pscatter(positions, cut.axis)
+    x = vocab_embedding(tokens, params["tokens"], vocabulary=config.vocabulary, **cut._asdict())
+    return x + positions
+
+
+def transform(
+    blocks: Sequence[Params],
+    x: Float[Tensor, "batch length width"],
+    config: Config,
+    cut: Cut = WHOLE,
+) -> Float[Tensor, "batch length width"]:
+    """The residual stream past some blocks."""
+    for block in blocks:
+        x = x + attention(block, layer_norm(x, block["norm1"], cut), config, cut)
+        x = x + mlp(block, layer_norm(x, block["norm2"], cut), cut)
+    return x
+
+
+def logits(
+    params: Params, x: Float[Tensor, "batch length width"], cut: Cut = WHOLE
+) -> Float[Tensor, "batch length vocabulary"]:
+    """The logits from the residual stream's end, this rank's part of them."""
+    return column_linear(layer_norm(x, params["norm"], cut), params["head"], **cut._asdict())
+
+
+def cross_entropy(
+    logits: Float[Tensor, "batch length vocabulary"],
+    targets: Int[Tensor, "batch length"],
+    config: Config,
+    cut: Cut = WHOLE,
+) -> Float[Tensor, ""]:
+    """The mean over all tokens, in nats."""
+    return vocab_cross_entropy(logits, targets, axis=cut.axis, vocabulary=config.vocabulary)
 
 
 def attention(
