@@ -235,6 +235,12 @@ def test_four_processes_train_like_the_dense_step(
         torch.testing.assert_close(run, dense, **CLOSE)
 
 
+@pytest.mark.slow
+def test_eight_processes_train_like_the_dense_step(dense: Any) -> None:
+    for run in run_on_processes(8, sliced_run, configuration(), {"dp": 2, "tp": 4}, 3, True):
+        torch.testing.assert_close(run, dense, **CLOSE)
+
+
 def sent(sequence_parallel: bool, vocabulary: int) -> tuple[list[tuple[str, int, int]], int]:
     """The collectives over tp of a step, as (kind, calls, bytes put in); an activation's bytes."""
     config = configuration(vocabulary=vocabulary, layers=3)
