@@ -8,8 +8,8 @@ cut over the ranks, some work on each rank's own, and a row-parallel layer, whos
 
 With ``sequence_dim``, sequence parallelism (arXiv 2205.05198, section 4.2.2): between the blocks
 each rank holds its part of the sequence, and the two psums become an all_gather before the columns
-and a psum_scatter after the rows. It moves the same bytes. What all ranks share (a norm's scale)
-then meets varying values, and goes through ``zf.pvary`` first.
+and a psum_scatter after the rows, which together send what a psum does. What all ranks share (a
+norm's scale) then meets varying values, and goes through ``zf.pvary`` first.
 
 With ``axis=None`` each function is the dense layer, so that a model is written once.
 """

@@ -5,10 +5,10 @@ it. ``slice_params`` cuts a tree by rules, ``local_slices`` hands the slices to 
 of the layers in ``sliced_layers.py``, and ``gather_tree`` puts the whole together again.
 
 The mechanism: a ``Sliced`` is a placed node, as a ``Sharded`` is, and the two nest. ``zf.shard`` of
-a sliced tree cuts each slice again, over dp. ``spmd`` stacks it, norms add over it and checkpoints
-name it by what the nodes around a leaf say, and none of them knows what slicing is. A leaf without
-a cut is the same on all ranks of the axis, and stays so: its gradient is, wherever it is used
-beside varying values through ``zf.pvary``.
+a sliced tree cuts each slice again, over dp. ``spmd`` stacks a leaf, and norms add over it, by what
+the nodes around it say, and neither knows what slicing is. A leaf without a cut is the same on all
+ranks of the axis, and stays so, since its gradient is: beside varying values it is used through
+``zf.pvary``, which sums the gradient.
 """
 
 from collections.abc import Mapping, Sequence
