@@ -273,6 +273,13 @@ def test_tied_leaves_stay_one_slice() -> None:
             ValueError,
             "params at 'a': shape (4,) has no dimension 1 to cut",
         ),
+        (
+            {"a": torch.ones(4)},
+            {"a": "0"},
+            TypeError,
+            "params at 'a': its rule is '0'; it is a dim",
+        ),
+        ({"a": torch.ones(4)}, {"a": True}, TypeError, "params at 'a': its rule is True; it is"),
         ({"a": torch.arange(4)}, {"a": 0}, TypeError, "params at 'a': a tensor of dtype torch.int"),
         ({"a": "text"}, {"a": 0}, TypeError, "params at 'a': expected a tensor, got 'text'"),
     ],

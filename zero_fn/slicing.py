@@ -158,7 +158,8 @@ def slice_params(params: PyTree, rules: Rules, axis: str = "tp") -> PyTree:
         ValueError: naming the key path, for a leaf that no rule or more than one matches, that
             is cut already, whose shape the rule does not fit (with the sizes), or that is tied to
             a leaf with another rule; for a rule that matches no leaf.
-        TypeError: naming the key path of a leaf that is no floating-point tensor.
+        TypeError: naming the key path of a leaf that is no floating-point tensor, or whose rule
+            is none of these.
 
     >>> import torch
     >>> import zero_fn as zf
@@ -252,8 +253,13 @@ def _rule(path: str, given: int | SliceRule | None, x: Tensor, axis: str) -> Sli
     """The rule of a leaf, once it is known to fit."""
     if given is None:
         return None
-    rule = SliceRule(given) if isinstance(given, int) else given
     shape, n, where = tuple(x.shape), axis_size(axis), f"params at {path!r}"
+    if isinstance(given, bool) or not isinstance(given, int | SliceRule):
+        raise TypeError(
+            f"{where}: its rule is {given!r}; it is a dimension (an int), a zf.SliceRule, or None "
+            "for a leaf that every rank has whole"
+        )
+    rule = SliceRule(given) if isinstance(given, int) else given
     if not -x.ndim <= rule.dim < x.ndim:
         raise ValueError(f"{where}: shape {shape} has no dimension {rule.dim} to cut")
     rule = rule._replace(dim=rule.dim % x.ndim)
