@@ -18,19 +18,21 @@ def losses(text: str) -> list[str]:
     return re.findall(r"step +\d+: loss [\d.]+|held-out loss [\d.]+", text)
 
 
-@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (3, 2), (4, 3)])
-def test_trains_reports_and_checks(dp: int, stage: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--dp", str(dp), "--stage", str(stage)]) == 0
+@pytest.mark.parametrize(("dp", "tp", "stage"), [(1, 1, 0), (3, 1, 2), (4, 1, 3), (2, 2, 1)])
+def test_trains_reports_and_checks(
+    dp: int, tp: int, stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*TINY, "--dp", str(dp), "--tp", str(tp), "--stage", str(stage)]) == 0
     out = capsys.readouterr().out
     assert "the first 20 steps run dense, with torch.optim alone: losses agree" in out
     found = losses(out)
     first, last = (float(line.split()[-1]) for line in (found[0], found[-2]))
     assert last < first - 1
-    assert len(re.findall(r"│ rank \d", out)) == dp
+    assert len(re.findall(r"│ rank \d", out)) == dp * tp
     rows = [re.findall(r"\d+\.\d+", line) for line in out.splitlines() if "│" in line]
     measured, formula = rows[0], rows[-1]
-    # padding adds less than one value a leaf; a stage-2 rank's parameters rest as pieces
-    for column in (0, 1, 2) if stage != 2 else (1, 2):
+    # padding adds less than one value a leaf; what stages 1 and 2 say is whole rests as pieces
+    for column in {0: (0, 1, 2), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}[stage]:
         assert float(measured[column]) == pytest.approx(float(formula[column]), abs=0.002)
 
 
@@ -43,17 +45,27 @@ def test_trains_on_one_bit_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use stage 0 or 1" in capsys.readouterr().err
 
 
-def test_two_processes_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+@pytest.mark.parametrize(
+    ("processes", "axes"),
+    [
+        (2, ["--dp", "2"]),
+        (2, ["--dp", "1", "--tp", "2"]),
+        pytest.param(4, ["--dp", "2", "--tp", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_processes_print_the_same_losses(
+    processes: int, axes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
     done = subprocess.run(
-        [*command, sys.executable, "-m", "zero_fn", *TINY, "--dp", "2"],
+        [*command, sys.executable, "-m", "zero_fn", *TINY, *axes],
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
-    assert main([*TINY, "--dp", "2"]) == 0
+    assert main([*TINY, *axes]) == 0
     simulated = losses(capsys.readouterr().out)
     assert losses(done.stdout) == simulated
     assert len(simulated) == 4
@@ -68,13 +80,21 @@ def test_trains_on_any_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short").write_text("short")
     for arguments, message in (
+        (["--tp", "4"], "heads=2 is not divisible by the 4 ranks of 'tp'"),
+        (["--tp", "2", "--compress", "1bit"], "gradients of slices do not travel compressed"),
         (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
         (["--text", str(tmp_path / "none")], "no such file or folder"),
         (["--text", str(tmp_path / "short")], "5 bytes are too few"),
     ):
         assert main([*TINY, *arguments]) == 2
         assert message in capsys.readouterr().err
-    for arguments in (["--stage", "4"], ["--dp", "0"], ["--steps", "x"], ["--unknown"]):
+    for arguments in (
+        ["--stage", "4"],
+        ["--dp", "0"],
+        ["--tp", "0"],
+        ["--steps", "x"],
+        ["--unknown"],
+    ):
         with pytest.raises(SystemExit):
             main(["demo", *arguments])
 

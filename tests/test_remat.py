@@ -254,3 +254,29 @@ def test_forward_mode() -> None:
         lambda wrap: torch.func.hessian(lambda x: wrap(f)(x, torch.tensor(3), YS)["out"].sum())(XS),
     ):
         torch.testing.assert_close(derive(zf.remat), derive(lambda f: f))
+
+
+def test_what_ranks_share_is_shared_after_remat() -> None:
+    """A psum inside meets pvary outside, and a shared result leaves the program."""
+    mesh = zf.Mesh(dp=2, tp=3)
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def block(x: Any, w: Any) -> Any:
+        part = w * (1 + zf.axis_index("tp"))
+        return zf.psum((zf.pvary(x, "tp") * part).sin(), "tp"), part
+
+    def run(f: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            y, part = f(x, w[0])
+            y, _ = f(y, w[1] + part)
+            return y.square().sum()
+
+        def program(x: Any, w: Any) -> Any:
+            def scattered(x: Any, w: Any) -> Any:
+                return loss(x, zf.pvary(w, "tp"))
+
+            return zf.grad_and_value(scattered, (0, 1))(x, w)
+
+        return zf.spmd(program, mesh, batch="replicated")(x, x.cos()[:2])
+
+    torch.testing.assert_close(run(zf.remat(block)), run(block))

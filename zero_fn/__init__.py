@@ -29,6 +29,10 @@ from .autodiff import grad, grad_and_value, remat
 # ZeRO: cutting a tree over ranks, and putting it together.
 from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 
+# Tensor slicing: computing with slices of the weights, after Megatron.
+from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
+from .slicing import Sliced, SliceRule, local_slices, slice_params
+
 # Compressed communication: means of gradients in few bytes, with error feedback.
 from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
 from .compression import compress, compression_state
@@ -95,6 +99,8 @@ __all__ = [
     "Program",
     "Scheme",
     "Sharded",
+    "SliceRule",
+    "Sliced",
     "TopK",
     "Train",
     "TrainState",
@@ -112,6 +118,7 @@ __all__ = [
     "chain",
     "check_schedule",
     "clip_by_global_norm",
+    "column_linear",
     "compress",
     "compressed",
     "compression_state",
@@ -122,6 +129,7 @@ __all__ = [
     "grad",
     "grad_and_value",
     "jit",
+    "local_slices",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -136,16 +144,20 @@ __all__ = [
     "pvary",
     "register_dataclass",
     "remat",
+    "row_linear",
     "scale_by_adam",
     "scale_by_learning_rate",
     "select",
     "sgd",
     "shard",
+    "slice_params",
     "spmd",
     "testing",
     "timeline",
     "train_step",
     "unshard",
+    "vocab_cross_entropy",
+    "vocab_embedding",
     "warmup_cosine",
     "warmup_cosine_lr",
     "warmup_decay_lr",

@@ -284,9 +284,22 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], body: Callable[..., Any], name: str, *inputs: Tensor
-    ) -> tuple[tuple[Tensor, ...], int]:
-        mapped = torch.func.vmap(body, in_dims[2:], 0, randomness=info.randomness)
-        return _Remat.apply(mapped, name, *inputs), 0
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+        # What is not batched stays so: on simulated ranks it is what they share, a psum's result.
+        batched: list[bool] = []
+
+        def noted(*inputs: Tensor) -> tuple[Tensor, ...]:
+            outs = body(*inputs)
+            level = torch._C._functorch.maybe_current_level()
+            batched[:] = [torch._C._functorch.maybe_get_level(out) == level for out in outs]
+            return outs
+
+        def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
+            outs = torch.func.vmap(noted, in_dims[2:], 0, randomness=info.randomness)(*inputs)
+            return tuple(out if own else out[0] for out, own in zip(outs, batched, strict=True))
+
+        outs = _Remat.apply(mapped, name, *inputs)
+        return outs, tuple(0 if own else None for own in batched)
 
 
 def _of_places(

@@ -21,6 +21,7 @@ from .codecs import Codec, Method, PowerSGD, codec_of, encode_with_rest, from_by
 from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
 from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of
 from .low_rank import first_factors, mean_by_factors
+from .ranks import placed_leaves
 from .sharding import Sharded, Tied, is_piece
 from .tree import PyTree, Tensor
 
@@ -38,12 +39,12 @@ def compression_state(params: PyTree, method: Method, axis: str = "dp") -> Error
         that it owns the average of.
 
     Raises:
-        ValueError: for an unknown method, or parameters without leaves.
+        ValueError: for an unknown method, parameters without leaves, or cut over another axis.
         TypeError: naming the key path of a leaf that is no floating-point tensor.
     """
     codec = codec_of(method)
     _check_axis(axis)
-    leaves = _leaves(params, "params")
+    leaves = _leaves(params, "params", axis)
     bucket = bucket_of(leaves, axis)
     device = _tensor(leaves[0]).device
 
@@ -88,12 +89,12 @@ def compress(
 
     Raises:
         ValueError: for an unknown method, feedback of another method or tree, leaves that are
-            pieces, or an axis that is no single name.
+            pieces or slices, or an axis that is no single name.
         TypeError: naming the key path of a leaf that is no floating-point tensor.
     """
     codec = codec_of(method)
     _check_axis(axis)
-    leaves = _leaves(grads, "grads")
+    leaves = _leaves(grads, "grads", axis)
     for path, leaf in zip(tree.paths(grads, is_piece), tree.leaves(grads, is_piece), strict=True):
         if isinstance(leaf, Sharded):
             raise ValueError(
@@ -194,7 +195,15 @@ def _tensor(leaf: Any) -> Tensor:
     return leaf.local if isinstance(leaf, Sharded) else leaf
 
 
-def _leaves(values: PyTree, what: str) -> list[Any]:
+def _leaves(values: PyTree, what: str, axis: str) -> list[Any]:
+    for found in placed_leaves(values):
+        others = [name for name in found.axes if name != axis]
+        if others:
+            raise ValueError(
+                f"{what} at {found.path!r} is cut over {others[0]!r}, and one bucket over {axis!r} "
+                "holds all leaves: what the ranks share would come out different on each; leave "
+                "gradients of slices as they are (compress=None)"
+            )
     nodes = tree.leaves(values, is_piece)
     leaves = [leaf for leaf in nodes if not isinstance(leaf, Tied)]
     named = zip(tree.paths(values, is_piece), nodes, strict=True)

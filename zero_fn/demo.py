@@ -23,6 +23,7 @@ from .models import gpt
 from .optim import adamw, onebit_adam, warmup_cosine
 from .ranks import spmd
 from .sharding import unshard
+from .slicing import local_slices, slice_params
 from .train import TrainState, fit, train_step
 from .tree import PyTree, Tensor
 
@@ -40,6 +41,7 @@ class Options(NamedTuple):
     """What the command line says."""
 
     dp: int = 4
+    tp: int = 1
     stage: int | None = None  # 3, or 0 where gradients travel compressed
     steps: int = 150
     preset: str = "small"
@@ -52,9 +54,12 @@ def run(options: Options) -> int:
     if options.stage is None:
         options = options._replace(stage=3 if options.compress is None else 0)
     assert options.stage is not None
-    mesh = Mesh(dp=options.dp)
+    sliced = options.tp > 1
+    axes = ("dp", "tp") if sliced else ("dp",)
+    mesh = Mesh(**{name: getattr(options, name) for name in axes})
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     config = gpt.preset(options.preset)
+    rules = gpt.rules(config) if sliced else None
     if config.vocabulary < 256:
         raise ValueError(f"preset {options.preset!r} has a vocabulary below the 256 bytes")
     rows = math.ceil(ROWS / options.dp) * options.dp
@@ -65,7 +70,7 @@ def run(options: Options) -> int:
     )
 
     def loss_fn(params: PyTree, batch: Batch) -> Tensor:
-        return gpt.loss(params, batch, config)
+        return gpt.loss(params, batch, config, "tp" if sliced else None)
 
     # What travels compressed is clipped by a bound of its norm, which no dense run knows.
     clip = CLIP if options.compress is None else None
@@ -74,17 +79,26 @@ def run(options: Options) -> int:
     if options.compress == "1bit":
         console.print(f"1-bit Adam: {exact} steps at full precision, then one bit a value")
         onebit = onebit_adam(rate, exact, weight_decay=DECAY, mask=_decays)
-        init, step = train_step(loss_fn, onebit, mesh, stage=options.stage)
+        init, step = train_step(loss_fn, onebit, mesh, stage=options.stage, slice_rules=rules)
     else:
         optimizer = adamw(rate, weight_decay=DECAY, mask=_decays)
         init, step = train_step(
-            loss_fn, optimizer, mesh, stage=options.stage, clip=clip, compress=options.compress
+            loss_fn,
+            optimizer,
+            mesh,
+            stage=options.stage,
+            clip=clip,
+            compress=options.compress,
+            slice_rules=rules,
         )
     state = init(gpt.init(config))
     batches = [sample(trained, rows, config.length, seed) for seed in range(options.steps)]
     state, losses = fit(step, state, batches)
 
-    evaluate = jit(spmd(lambda s, b: pmean(loss_fn(unshard(s.params), b), "dp"), mesh))
+    def own_loss(params: PyTree, batch: Batch) -> Tensor:
+        return loss_fn(local_slices(params), batch)
+
+    evaluate = jit(spmd(lambda s, b: pmean(own_loss(unshard(s.params), b), "dp"), mesh))
     tests = [sample(held_out, rows, config.length, seed) for seed in range(4)]
     held_out_loss = sum(evaluate(state, batch).item() for batch in tests) / len(tests)
     entropy = byte_entropy(trained)
@@ -98,13 +112,13 @@ def run(options: Options) -> int:
     )
 
     def measure(state: TrainState, batch: Batch) -> Tensor:
-        gradient = accumulate(loss_fn, reduce=options.compress is None)
+        gradient = accumulate(own_loss, reduce=options.compress is None)
         grads, _ = gradient(state.params, batch)
         sizes = [[held(state.params), held(grads), held(state.opt_state)]]
-        return all_gather_invariant(torch.tensor(sizes), "dp")
+        return all_gather_invariant(torch.tensor(sizes), axes)
 
     sizes = spmd(measure, mesh)(state, sample(trained, options.dp, 8, 0)).tolist()
-    console.print(memory_table(sizes, config.parameters, options))
+    console.print(memory_table(sizes, parameters_of_a_rank(config, options.tp), options))
     if mesh.rank != 0:
         return 0
     checked, tolerance = CHECKED, TOLERANCE
@@ -160,13 +174,23 @@ def byte_entropy(tokens: Tensor) -> float:
     return -(share * share.clamp(min=1e-300).log()).sum().item()
 
 
+def parameters_of_a_rank(config: gpt.Config, tp: int) -> int:
+    """The parameters of a rank's slices, padding included."""
+    ranks = Mesh(backend="simulated", tp=tp).abstract()
+    slices = spmd(lambda p: slice_params(p, gpt.rules(config)), ranks)(gpt.init(config))
+    return sum(x.numel() for x in tree.leaves(slices))
+
+
 def held(state: PyTree) -> int:
     """The bytes of this rank's tensors, called in a rank's program."""
     return sum(x.numel() * x.element_size() for x in tree.leaves(state))
 
 
 def memory_table(sizes: list[list[int]], parameters: int, options: Options) -> Table:
-    """Each rank's bytes at rest, beside ZeRO's formula for float32 and Adam."""
+    """Each rank's bytes at rest, beside ZeRO's formula for float32 and Adam.
+
+    ``parameters`` are those of a rank's slices.
+    """
     n, stage = options.dp, options.stage
     assert stage is not None
     formula = [

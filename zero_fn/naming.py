@@ -1,7 +1,9 @@
-"""Names that nobody knows: what to say about them."""
+"""Names in messages: of dtypes, and of what nobody knows."""
 
 import difflib
 from collections.abc import Iterable
+
+import torch
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
@@ -15,3 +17,17 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     return (f"did you mean {near[0]!r}? T" if near else "t") + (
         f"here are {', '.join(map(repr, known))}"
     )
+
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """A dtype in a few letters.
+
+    >>> short_dtype(torch.bfloat16)
+    'bf16'
+    """
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _SHORT.get(letters, letters) + name.removeprefix(letters)

@@ -24,7 +24,8 @@ import torch
 from . import tree
 from .collectives import AxisName, agreed, all_gather, axis_size, pscatter, pvary
 from .mesh import Mesh
-from .ranks import spmd
+from .naming import short_dtype
+from .ranks import is_placed, spmd
 from .transport import wire
 from .tree import PyTree, Tensor
 
@@ -203,7 +204,7 @@ class Sharded:
     def __repr__(self) -> str:
         if not isinstance(self.local, Tensor):
             return f"Sharded({self.local!r})"
-        whole = f"{_short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        whole = f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
         axis = self.axis if isinstance(self.axis, str) else "×".join(self.axis)
         if not self.axes:
             return f"{whole} whole on each of {axis}"
@@ -238,8 +239,8 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     """The same tree, each leaf now this rank's piece of it. Call it inside ``spmd``.
 
     Args:
-        params: a tree of floating-point tensors, the same on all ranks. The same tensor at two
-            places (tied weights) stays one piece.
+        params: a tree of floating-point tensors, the same on all ranks of ``axis``; slices over
+            other axes, too. The same tensor at two places (tied weights) stays one piece.
         stage: 0 to 3 (see this module), or a :class:`Scheme`.
         axis: the mesh axis, or axes, to cut over.
 
@@ -253,7 +254,7 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     scheme = scheme_of(stage)
     tree.check_tensors(params, "params", floating=True)
     for path, node in zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True):
-        if is_piece(node):
+        if isinstance(node, Sharded):
             raise ValueError(f"params at {path!r} is sharded already: {node!r}; unshard it first")
     first: dict[int, str] = {}
 
@@ -296,19 +297,22 @@ def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
     """The whole tensors of a tree of pieces, to read results. Call it outside ``spmd``.
 
     Args:
-        params: the tree as a step returned it.
+        params: the tree as a step returned it, of pieces, slices, or slices that are cut again.
         mesh: the mesh it lives on.
 
     Returns:
         The tree with a whole tensor for each piece; on processes the same on every rank.
     """
 
-    def whole(piece: Any) -> Any:
-        if not isinstance(piece, Sharded):
-            return piece
-        return agreed(piece.whole(piece.local), piece.axis)
+    def is_cut(node: Any) -> bool:
+        return is_placed(node) and hasattr(node, "whole")
 
-    return tie_whole(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=is_piece), mesh)(params))
+    def whole(node: Any) -> Any:
+        if not is_cut(node):
+            return node
+        return agreed(node.whole(whole(node.local)), node.axis)
+
+    return tie_whole(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=is_cut), mesh)(params))
 
 
 def is_piece(node: Any) -> bool:
@@ -317,15 +321,15 @@ def is_piece(node: Any) -> bool:
 
 
 def tie_whole(whole: PyTree) -> PyTree:
-    """A gathered tree, with its partner's tensor at each tied leaf."""
+    """A gathered tree, with what its partner became at each tied leaf."""
 
-    def is_tied(node: Any) -> bool:
-        return isinstance(node, Tied)
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, Tied) or is_placed(node)
 
-    nodes = tree.leaves(whole, is_tied)
+    nodes = tree.leaves(whole, is_leaf)
     if not any(isinstance(node, Tied) for node in nodes):
         return whole
-    named = dict(zip(tree.paths(whole, is_tied), nodes, strict=True))
+    named = dict(zip(tree.paths(whole, is_leaf), nodes, strict=True))
 
     def partner(path: str, node: Any) -> Any:
         if not isinstance(node, Tied):
@@ -337,7 +341,7 @@ def tie_whole(whole: PyTree) -> PyTree:
             )
         return named[node.to]
 
-    return tree.map_with_path(partner, whole, is_leaf=is_tied)
+    return tree.map_with_path(partner, whole, is_leaf=is_leaf)
 
 
 def scheme_of(stage: int | Scheme) -> Scheme:
@@ -354,12 +358,3 @@ def scheme_of(stage: int | Scheme) -> Scheme:
             "derives from zf.Scheme)"
         )
     return STAGES[stage]
-
-
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
-
-
-def _short(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    letters = name.rstrip("0123456789")
-    return _SHORT.get(letters, letters) + name.removeprefix(letters)

@@ -26,6 +26,7 @@ from .optim import (
 from .precision import LossScale, LossScaleState, Policy, all_finite, cast_floats, select
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
+from .slicing import Rules, local_slices, slice_params
 from .tree import PyTree, Tensor
 
 _log = logging.getLogger("zero_fn.train")
@@ -69,6 +70,8 @@ def train_step(
     compress: Method | None = None,
     policy: Policy | None = None,
     loss_scale: LossScale | None = None,
+    slice_rules: Rules | None = None,
+    slice_axis: str = "tp",
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
@@ -91,6 +94,9 @@ def train_step(
         loss_scale: what the loss is multiplied by before it is differentiated, for a loss that
             computes in float16. A step whose gradients are not finite leaves parameters and
             optimizer state as they are.
+        slice_rules: how the parameters are cut over ``slice_axis``, as for
+            :func:`zero_fn.slice_params`; ``loss_fn`` then sees this rank's slices. None: not.
+        slice_axis: the mesh axis of tensor slicing.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
@@ -103,8 +109,8 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, named twice (by ``compress``
-            and by the optimizer), or with a policy or loss scale.
+            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
+            ``compress`` and by the optimizer), or with a policy or loss scale.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
@@ -114,12 +120,19 @@ def train_step(
                 "compressed gradients take no policy and no loss_scale: cast in the loss, to "
                 "bfloat16; a step whose gradients are not finite is skipped already"
             )
+        if slice_rules is not None:
+            raise ValueError(
+                "gradients of slices do not travel compressed: leave out slice_rules, or compress "
+                "and optimizers that exchange gradients themselves"
+            )
         local = _local_optimizer(optimizer, compress, stage, axis)
         return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
     def init(params: PyTree) -> TrainState:
         if policy is not None:
             params = cast_floats(params, policy.params)
+        if slice_rules is not None:
+            params = slice_params(params, slice_rules, slice_axis)
         params = shard(params, stage, axis)
         scale = () if loss_scale is None else loss_scale.init()
         return TrainState(params, optimizer.init(params), scale)
@@ -134,7 +147,7 @@ def train_step(
             )
 
         def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
-            value = loss_fn(params, microbatch)
+            value = loss_fn(local_slices(params), microbatch)
             return at_least_float32(value) * pvary(scale.scale, axis) if scale else value
 
         compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)

@@ -2,23 +2,52 @@
 
 ``init(key, config)`` makes the parameters, ``apply(params, tokens, config)`` the logits, and
 ``loss(params, (tokens, targets), config)`` the mean cross-entropy: GPT-2's architecture (layer norm
-before each block, learned positions, GELU, output head tied to the embedding).
+before each block, learned positions, GELU, output head tied to the embedding), with fewer key and
+value heads than query heads where asked (grouped-query attention, arXiv 2305.13245).
+
+The same source runs on slices: cut the parameters by ``rules(config)`` and name the mesh axis.
+Heads, hidden units and vocabulary are then divided among its ranks.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from zero_fn.collectives import axis_size, pscatter, pvary
 from zero_fn.kernels import dense_attention
+from zero_fn.sliced_layers import (
+    column_linear,
+    row_linear,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
+from zero_fn.slicing import Rules, SliceRule
 
 Params = dict[str, Any]
+
+
+class Cut(NamedTuple):
+    """How a rank's model is sliced, as the layers of ``sliced_layers.py`` take it.
+
+    Attributes:
+        axis: the mesh axis over which the parameters are cut; None: they are whole.
+        sequence_dim: the dimension along which the ranks have parts of the sequence between the
+            matrices; None: each has all of it.
+    """
+
+    axis: str | None = None
+    sequence_dim: int | None = None
+
+
+WHOLE = Cut()
 
 
 @dataclass(frozen=True)
@@ -32,9 +61,11 @@ class Config:
         heads: attention heads a block; divides ``width``.
         width: size of the residual stream.
         tied: whether the output head is the token embedding.
+        kv_heads: heads of keys and values, each shared by as many query heads; divides ``heads``.
+            None: one for each query head.
 
     Raises:
-        ValueError: if the heads do not divide the width.
+        ValueError: if the heads do not divide the width, or the key and value heads the heads.
     """
 
     vocabulary: int = 256
@@ -43,16 +74,30 @@ class Config:
     heads: int = 2
     width: int = 64
     tied: bool = True
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        if self.groups < 1 or self.heads % self.groups:
+            raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+
+    @property
+    def groups(self) -> int:
+        """The number of heads of keys and values."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def qkv(self) -> tuple[int, int, int]:
+        """The sizes of queries, keys and values, which one matrix makes together."""
+        shared = self.width // self.heads * self.groups
+        return self.width, shared, shared
 
     @property
     def parameters(self) -> int:
         """The number of parameters."""
         d, v = self.width, self.vocabulary
-        block = 12 * d * d + 13 * d  # 4 matrices with biases, 2 layer norms
+        block = (d + 1) * sum(self.qkv) + 9 * d * d + 10 * d  # 4 affine maps, 2 layer norms
         return v * d * (1 if self.tied else 2) + self.length * d + self.layers * block + 2 * d
 
 
@@ -96,7 +141,7 @@ def init(config: Config, seed: int = 0) -> Params:
         into_stream = 1 / math.sqrt(2 * config.layers)
         return {
             "norm1": norm(),
-            "qkv": {"weight": normal(3 * d, d), "bias": torch.zeros(3 * d)},
+            "qkv": {"weight": normal(sum(config.qkv), d), "bias": torch.zeros(sum(config.qkv))},
             "out": {"weight": normal(d, d, scale=into_stream), "bias": torch.zeros(d)},
             "norm2": norm(),
             "up": {"weight": normal(4 * d, d), "bias": torch.zeros(4 * d)},
@@ -114,54 +159,170 @@ def init(config: Config, seed: int = 0) -> Params:
     }
 
 
+def rules(config: Config) -> Rules:
+    """How :func:`zero_fn.slice_params` cuts the parameters: heads, hidden units, vocabulary."""
+    vocabulary = SliceRule(0, pad=True)
+    return {
+        "tokens": vocabulary,
+        "head": vocabulary,
+        "positions": None,
+        "blocks.*.qkv.*": SliceRule(0, sections=config.qkv),
+        "blocks.*.out.weight": 1,
+        "blocks.*.up.*": 0,
+        "blocks.*.down.weight": 1,
+        # What writes to the residual stream, and the norms, are whole on every rank.
+        "blocks.*.out.bias": None,
+        "blocks.*.down.bias": None,
+        "blocks.*.norm?.*": None,
+        "norm.*": None,
+    }
+
+
 def apply(
-    params: Params, tokens: Int[Tensor, "batch length"], config: Config
+    params: Params,
+    tokens: Int[Tensor, "batch length"],
+    config: Config,
+    axis: str | None = None,
+    sequence_parallel: bool = False,
 ) -> Float[Tensor, "batch length vocabulary"]:
     """The logits of the next token at every place.
 
+    Args:
+        params: as :func:`init` makes them; with ``axis`` this rank's slices of them
+            (:func:`zero_fn.local_slices`).
+        tokens: token ids.
+        config: the sizes.
+        axis: the mesh axis that the parameters are cut over; None: they are whole.
+        sequence_parallel: whether each rank holds its part of the sequence between the matrices,
+            which saves memory (arXiv 2205.05198).
+
+    Returns:
+        The logits; with ``axis`` those of this rank's part of the vocabulary, padded.
+
     Raises:
-        ValueError: if the sequence is longer than the configuration's.
+        ValueError: if the sequence is longer than the configuration's, or if the axis does not
+            divide the heads; for ``sequence_parallel`` without an axis, or with one that does not
+            divide the sequence.
     """
-    length = tokens.shape[-1]
-    if length > config.length:
-        raise ValueError(
-            f"a sequence of {length} tokens; the configuration ends at {config.length}"
-        )
-    x = F.embedding(tokens, params["tokens"]) + params["positions"][:length]
-    for block in params["blocks"]:
-        x = x + attention(block, layer_norm(x, block["norm1"]), config.heads)
-        hidden = F.gelu(linear(layer_norm(x, block["norm2"]), block["up"]), approximate="tanh")
-        x = x + linear(hidden, block["down"])
-    return F.linear(layer_norm(x, params["norm"]), params["head"])
+    cut = cut_over(axis, sequence_parallel)
+    x = transform(params["blocks"], embed(params, tokens, config, cut), config, cut)
+    return logits(params, x, cut)
 
 
 def loss(
     params: Params,
     batch: tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]],
     config: Config,
+    axis: str | None = None,
+    sequence_parallel: bool = False,
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy, in nats a token."""
+    """The mean cross-entropy, in nats a token. The further arguments are those of :func:`apply`."""
     tokens, targets = batch
-    logits = apply(params, tokens, config)
-    return F.cross_entropy(
-        rearrange(logits, "b l v -> (b l) v"), rearrange(targets, "b l -> (b l)")
-    )
+    found = apply(params, tokens, config, axis, sequence_parallel)
+    return cross_entropy(found, targets, config, cut_over(axis, sequence_parallel))
+
+
+# The parts of it, which take the cut in one.
+
+
+def cut_over(axis: str | None, sequence_parallel: bool) -> Cut:
+    """The cut that the arguments of :func:`apply` mean.
+
+    Raises:
+        ValueError: for ``sequence_parallel`` without an axis.
+    """
+    if sequence_parallel and axis is None:
+        raise ValueError("sequence_parallel cuts the sequence over an axis; name it: axis='tp'")
+    return Cut(axis, 1 if sequence_parallel else None)
+
+
+def embed(
+    params: Params, tokens: Int[Tensor, "batch length"], config: Config, cut: Cut = WHOLE
+) -> Float[Tensor, "batch length width"]:
+    """Token embeddings with their positions: what enters the residual stream."""
+    length = tokens.shape[-1]
+    if length > config.length:
+        raise ValueError(
+            f"a sequence of {length} tokens; the configuration ends at {config.length}"
+        )
+    positions = params["positions"][:length]
+    if cut.axis is not None:
+        _check_divisible(config, length, cut.axis, cut.sequence_dim is not None)
+        if cut.sequence_dim is not None:
+            positions = pscatter(positions, cut.axis)
+    x = vocab_embedding(tokens, params["tokens"], vocabulary=config.vocabulary, **cut._asdict())
+    return x + positions
+
+
+def transform(
+    blocks: Sequence[Params],
+    x: Float[Tensor, "batch length width"],
+    config: Config,
+    cut: Cut = WHOLE,
+) -> Float[Tensor, "batch length width"]:
+    """The residual stream past some blocks."""
+    for block in blocks:
+        x = x + attention(block, layer_norm(x, block["norm1"], cut), config, cut)
+        x = x + mlp(block, layer_norm(x, block["norm2"], cut), cut)
+    return x
+
+
+def logits(
+    params: Params, x: Float[Tensor, "batch length width"], cut: Cut = WHOLE
+) -> Float[Tensor, "batch length vocabulary"]:
+    """The logits from the residual stream's end, this rank's part of them."""
+    return column_linear(layer_norm(x, params["norm"], cut), params["head"], **cut._asdict())
+
+
+def cross_entropy(
+    logits: Float[Tensor, "batch length vocabulary"],
+    targets: Int[Tensor, "batch length"],
+    config: Config,
+    cut: Cut = WHOLE,
+) -> Float[Tensor, ""]:
+    """The mean over all tokens, in nats."""
+    return vocab_cross_entropy(logits, targets, axis=cut.axis, vocabulary=config.vocabulary)
 
 
 def attention(
-    block: Params, x: Float[Tensor, "batch length width"], heads: int
+    block: Params, x: Float[Tensor, "batch length width"], config: Config, cut: Cut = WHOLE
 ) -> Float[Tensor, "batch length width"]:
-    """Causal self-attention."""
-    qkv = rearrange(linear(x, block["qkv"]), "b l (three h d) -> three b h l d", three=3, h=heads)
-    mixed = dense_attention(qkv[0], qkv[1], qkv[2], causal=True)
-    return linear(rearrange(mixed, "b h l d -> b l (h d)"), block["out"])
+    """Causal self-attention, over this rank's heads."""
+    qkv = column_linear(x, block["qkv"]["weight"], block["qkv"]["bias"], **cut._asdict())
+    size, group = config.width // config.heads, config.heads // config.groups
+    # (batch, length, (heads + 2 kv heads) / ranks, size): this rank's queries, keys and values
+    heads = rearrange(qkv, "b l (h d) -> b h l d", d=size)
+    shared = heads.shape[1] // (group + 2)
+    q, k, v = heads.split([group * shared, shared, shared], 1)
+    if group > 1:
+        k, v = (repeat(x, "b h l d -> b (h group) l d", group=group) for x in (k, v))
+    mixed = rearrange(dense_attention(q, k, v, causal=True), "b h l d -> b l (h d)")
+    return row_linear(mixed, block["out"]["weight"], block["out"]["bias"], **cut._asdict())
 
 
-def linear(x: Tensor, weights: Params) -> Tensor:
-    """An affine map with weight (out, in)."""
-    return F.linear(x, weights["weight"], weights["bias"])
+def mlp(
+    block: Params, x: Float[Tensor, "batch length width"], cut: Cut = WHOLE
+) -> Float[Tensor, "batch length width"]:
+    """Two affine maps with GELU between them, over this rank's hidden units."""
+    hidden = column_linear(x, block["up"]["weight"], block["up"]["bias"], **cut._asdict())
+    hidden = F.gelu(hidden, approximate="tanh")
+    return row_linear(hidden, block["down"]["weight"], block["down"]["bias"], **cut._asdict())
 
 
-def layer_norm(x: Tensor, weights: Params) -> Tensor:
+def layer_norm(x: Tensor, weights: Params, cut: Cut = WHOLE) -> Tensor:
     """Layer normalisation over the last dimension."""
+    if cut.axis is not None and cut.sequence_dim is not None:  # x varies, the weights do not
+        weights = {name: pvary(w, cut.axis) for name, w in weights.items()}
     return F.layer_norm(x, x.shape[-1:], weights["scale"], weights["shift"])
+
+
+def _check_divisible(config: Config, length: int, axis: str, sequence_parallel: bool) -> None:
+    counts = {"heads": config.heads, "kv_heads": config.groups}
+    if sequence_parallel:
+        counts["the sequence's length"] = length
+    for name, count in counts.items():
+        if count % axis_size(axis):
+            raise ValueError(
+                f"{name}={count} is not divisible by the {axis_size(axis)} ranks of {axis!r}, "
+                "which divide it among them"
+            )
