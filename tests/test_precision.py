@@ -11,6 +11,9 @@ import torch.nn.functional as F
 
 import zero_fn as zf
 from zero_fn import tree
+from zero_fn.graphs import base
+from zero_fn.models import gpt
+from zero_fn.program import Program
 
 from .processes import run_on_processes
 from .test_training import batches, mlp, mlp_loss
@@ -202,7 +205,7 @@ def test_a_state_without_the_scale_is_refused() -> None:
     _, step = zf.train_step(mlp_loss, zf.adamw(1e-2), mesh, loss_scale=zf.LossScale())
     with pytest.raises(ValueError, match="the state has none in loss_scale, and this step takes"):
         step(init(mlp()), batches(1)[0])
-    with pytest.raises(ValueError, match="compressed gradients take no loss_scale"):
+    with pytest.raises(ValueError, match="compressed gradients take no policy and no"):
         zf.train_step(mlp_loss, zf.adamw(1e-2), mesh, compress="1bit", loss_scale=zf.LossScale())
 
 
@@ -329,6 +332,28 @@ def test_what_travels_in_which_dtype() -> None:
     full, half, both = sent("fp32", "fp32"), sent("bf16", "fp32"), sent("bf16", "bf16")
     assert half["all_gather"] * 2 == full["all_gather"]
     assert half["reduce_scatter"] == full["reduce_scatter"] == both["reduce_scatter"] * 2
+
+
+def test_no_parameter_is_whole_in_float32() -> None:
+    mesh = zf.Mesh(dp=8).abstract()
+    config = gpt.Config(vocabulary=64, length=16, layers=6, heads=2, width=64)
+    tokens = torch.zeros(8, 2, dtype=torch.int64)
+
+    def traced(skip: tuple[str, ...]) -> Program:
+        init, step = zf.train_step(
+            lambda p, b: gpt.loss(p, b, config), zf.sgd(0.1), mesh, stage=3, policy=zf.policy()
+        )
+        jitted = zf.jit(step.f, donate=0, skip=skip)  # type: ignore[attr-defined]
+        return jitted.trace(init(gpt.init(config)), (tokens, tokens))
+
+    def widened(program: Program) -> int:
+        """The casts of gathered values to float32."""
+        casts = [n for n in program.graph_module.graph.nodes if "_to_copy" in str(n.target)]
+        wide = [n for n in casts if n.meta["val"].dtype == torch.float32]
+        return sum("all_gather" in str(base(n.args[0]).target) for n in wide)
+
+    direct, plain = traced(("bucket",)), traced(("bucket", "cast_directly"))
+    assert widened(direct) == 0 < widened(plain)
 
 
 def test_names_of_dtypes() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ..program import Program
 from .bucketing import bucket
+from .casting import cast_directly
 from .donation import own_results, update_in_place
 from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
@@ -19,6 +20,7 @@ Pass = Callable[[Program], Program]
 # into memory comes after what moves reads of it.
 BUILT_IN: tuple[Pass, ...] = (
     own_results,
+    cast_directly,
     reduce_early,
     gather_late,
     bucket,
@@ -33,6 +35,7 @@ __all__ = [
     "BUILT_IN",
     "Pass",
     "bucket",
+    "cast_directly",
     "exchange_on_gloo",
     "gather_late",
     "gather_on_gloo",
