@@ -13,11 +13,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -36,6 +37,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, Any]  # constexprs and arguments that are None
     options: Mapping[str, int]  # num_warps, num_stages
     tensor_cores: bool = False  # whether it must use them
+    multiples: Sequence[str] = ()  # arguments that are multiples of 16, besides the pointers
 
 
 class Figures(NamedTuple):
@@ -61,13 +63,13 @@ def compile_variant(variant: Variant, capability: int) -> Figures:
         attrs={
             place[name]: [["tt.divisibility", 16]]
             for name, kind in kinds.items()
-            if kind.startswith("*")
+            if kind.startswith("*") or name in variant.multiples
         },
     )
     target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options=dict(variant.options)).asm["cubin"]
+    compiled = triton.compile(source, target=target, options=dict(variant.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _dump("--dump-resource-usage", file.name)
         code = _dump("-sass", file.name)
@@ -75,7 +77,7 @@ def compile_variant(variant: Variant, capability: int) -> Figures:
     return Figures(
         used["REG"],
         used["STACK"] + used["LOCAL"],
-        used["SHARED"],
+        compiled.metadata.shared,
         len(re.findall(r"\bLDG\.E\S*\.128\b|\bLDGSTS\.E\S*\.128\b", code)),
         len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
         # the instruction itself: HFMA2.MMA is no tensor-core one
@@ -124,6 +126,43 @@ def _adam(
     return Variant(name, _adam_kernel, signature, constants, {"num_warps": adam_triton.NUM_WARPS})
 
 
+_ATTENTION = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _attention(which: str, dtype: str, size: int, *, bias: bool = False) -> Variant:
+    """A kernel of block-sparse attention with the tile that it is launched with."""
+    from zero_fn.kernels import attention_launch, attention_triton
+
+    tile = attention_launch.tile_for(which, _ATTENTION[dtype], size)
+    kernel = getattr(attention_triton, f"{which}_kernel")
+    data = dict.fromkeys(("grad", "q", "k", "v", "bias", "out", "dq", "dk", "dv"), f"*{dtype}")
+    data |= dict.fromkeys(("log_sum", "grad_log_sum", "delta"), "*fp32")
+    tables = ("firsts", "middles", "order", "others", "masks", "patterns")
+    data |= dict.fromkeys(tables, "*i32") | {"table": "*u8", "scale": "fp32"}
+    signature = {name: data.get(name, "i32") for name in kernel.arg_names}
+    constants = {"SIZE": size, "PADDED": attention_launch.padded(size), "ROWS": tile.rows}
+    constants |= {"COLUMNS": tile.columns, "EVEN": True, "INTERPRETED": False}
+    constants["PRECISION"] = attention_launch.precision(_ATTENTION[dtype])
+    constants |= {"bias": None} if not bias else {}
+    constants |= {"grad_log_sum": None} if which == "dq" else {}
+    # As Triton specialises the strides of contiguous tensors of such sizes.
+    strides = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in "bhl"]
+    name = f"attention {which}: {dtype}, head size {size}{', bias' if bias else ''}"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Variant(name, lambda: kernel, signature, constants, options, True, strides)
+
+
+def _attentions() -> Iterator[Variant]:
+    for which in ("forward", "dq", "dkv"):
+        for size in (16, 32, 64, 128, 256):
+            for dtype in ("bf16", "fp32"):
+                yield _attention(which, dtype, size)
+        yield _attention(which, "fp16", 64)
+        yield _attention(which, "bf16", 80)
+        yield _attention(which, "bf16", 128, bias=True)
+        yield _attention(which, "fp32", 64, bias=True)
+
+
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Every shipped variant; names are ``kernel: variant``."""
@@ -137,6 +176,7 @@ def variants() -> tuple[Variant, ...]:
         _adam("adam: bf16 gradients and working copy", *mixed, copy="bf16", scaled=True),
         _adam("adam: bf16 parameters by chance", *half, "fp32", "fp32", by_chance=True),
         _adam("adam: all bf16, pure", *half, *half, pure=True),
+        *_attentions(),
     )
 
 

@@ -1,0 +1,208 @@
+"""What runs block-sparse attention's Triton kernels: tile sizes, tables on the device, launches.
+
+A layout's block and a kernel's tile differ freely: ``layout_tiles.py`` cuts the layout into tiles.
+The tables are made once for each layout, tile and device. Imported only when a kernel runs.
+"""
+
+import contextlib
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .attention_triton import dkv_kernel, dq_kernel, forward_kernel
+from .layout_tiles import tiles_of
+from .layouts import Layout
+from .triton_memory import INTERPRETED
+
+Which = Literal["forward", "dq", "dkv"]
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel's tile, and how it is compiled."""
+
+    rows: int  # queries
+    columns: int  # keys
+    warps: int
+    stages: int  # loads under way, as a number of tiles
+
+
+# By kernel and padded head size, up to the size given: half precision, and float32. The largest
+# without spilled registers on sm_80, sm_90 and sm_100: see tests/kernels/aot_table.json.
+_HALF: dict[Which, dict[int, Tile]] = {
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
+    "dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+    "dkv": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
+}
+_FULL: dict[Which, dict[int, Tile]] = {
+    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)},
+    "dq": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 2)},
+    "dkv": {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
+}
+
+
+def padded(size: int) -> int:
+    """The head size that a kernel computes with."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products are computed: of float32, as three products of halves of its digits."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def tile_for(which: Which, dtype: torch.dtype, size: int) -> Tile:
+    """The tile of a kernel."""
+    tiles = (_FULL if dtype == torch.float32 else _HALF)[which]
+    return next(tile for largest, tile in tiles.items() if padded(size) <= largest)
+
+
+class _Tables(NamedTuple):
+    """A layout in tiles, on a device; of each line those seen in full come first."""
+
+    firsts: Tensor  # int32 (patterns * lines + 1): where each line's tiles begin
+    middles: Tensor  # int32 (patterns * lines): where those begin that need a mask
+    order: Tensor  # int32 (patterns * lines): the lines of a pattern, the longest first
+    others: Tensor  # int32 (tiles): columns of the tiles; of transposed ones, rows
+    masks: Tensor  # int32 (tiles): rows of the table, -1 for none
+    table: Tensor  # uint8 (masks, rows, columns); of transposed ones (masks, columns, rows)
+    patterns: Tensor  # int32 (layout's heads)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The result like ``q``, and the log-sum, float32 (batch, heads, queries).
+
+    Args:
+        q: (batch, heads, queries, size), not empty; float32, float16 or bfloat16; size up to 256.
+        k: (batch, heads or a divisor of them, keys, size), not empty.
+        v: like ``k``.
+        bias: (1 or batch, 1 or heads, 1 or queries, 1 or keys), or None.
+        layout: what is seen.
+        scale: the factor of the scores.
+    """
+    q, k, v = (_rows(x) for x in (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    log_sum = q.new_empty(q.shape[:3], dtype=torch.float32)
+    _launch("forward", (q, k, v), bias, (out, log_sum), layout, scale)
+    return out, log_sum
+
+
+def backward(
+    grad: Tensor,
+    grad_log_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    log_sum: Tensor,
+    layout: Layout,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from those of the results and what forward returned."""
+    q, k, v = (_rows(x) for x in (q, k, v))
+    grad, out, log_sum = (x.contiguous() for x in (grad, out, log_sum))
+    if grad_log_sum is not None:
+        grad_log_sum = grad_log_sum.contiguous()
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    delta = torch.empty_like(log_sum)
+    first = (grad, grad_log_sum), (out, log_sum, delta, dq)
+    _launch("dq", (q, k, v), bias, first[1], layout, scale, before=first[0])
+    _launch("dkv", (q, k, v), bias, (log_sum, delta, dk, dv), layout, scale, before=(grad,))
+    return dq, dk, dv
+
+
+_KERNELS: dict[Which, Any] = {"forward": forward_kernel, "dq": dq_kernel, "dkv": dkv_kernel}
+
+
+def _launch(
+    which: Which,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    others: tuple[Tensor, ...],
+    layout: Layout,
+    scale: float,
+    before: tuple[Tensor | None, ...] = (),
+) -> None:
+    q, k, _ = qkv
+    batch, heads, q_len, size = q.shape
+    kv_heads, k_len = k.shape[1:3]
+    tile = tile_for(which, q.dtype, size)
+    transposed = which == "dkv"
+    lines = triton.cdiv(k_len, tile.columns) if transposed else triton.cdiv(q_len, tile.rows)
+    programs = batch * (kv_heads if transposed else heads) * lines
+    tables = _tables(layout, tile.rows, tile.columns, transposed, q.device)
+    bias_strides: tuple[int, ...] = (0,) * 4
+    if bias is not None:
+        # A dimension of 1 is broadcast.
+        bias_strides = tuple(bias.stride(i) if bias.shape[i] > 1 else 0 for i in range(4))
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        _KERNELS[which][(programs,)](
+            *before,
+            *qkv,
+            bias,
+            *others,
+            *tables,
+            scale,
+            heads,
+            heads // kv_heads,
+            layout.heads,
+            lines,
+            q_len,
+            k_len,
+            *[stride for x in qkv for stride in x.stride()[:3]],
+            *bias_strides,
+            SIZE=size,
+            PADDED=padded(size),
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            EVEN=q_len % tile.rows == 0,
+            PRECISION=precision(q.dtype),
+            INTERPRETED=INTERPRETED,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x``, with the values of a row next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tables(
+    layout: Layout, rows: int, columns: int, transposed: bool, device: torch.device
+) -> _Tables:
+    def made() -> _Tables:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is being captured, and {layout!r} was not used on {device} before: "
+                "its tables can't be copied in a capture. Run the same step once before"
+            )
+        tables = _on_cpu(layout, rows, columns, transposed)
+        return _Tables(*(x.to(device) for x in tables))
+
+    tables: _Tables = layout.derived(("triton", rows, columns, transposed, device), made)
+    return tables
+
+
+def _on_cpu(layout: Layout, rows: int, columns: int, transposed: bool) -> _Tables:
+    tiles = tiles_of(layout, rows, columns, transposed)
+    counts = tiles.ptr.diff()
+    line = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    masked = tiles.masks >= 0
+    place = (2 * line + masked).argsort(stable=True)
+    some = torch.bincount(line[masked], minlength=len(counts))
+    order = counts.view(layout.patterns, -1).argsort(dim=1, descending=True, stable=True)
+    table = tiles.table.mT if transposed else tiles.table
+    return _Tables(
+        tiles.ptr.int(),
+        (tiles.ptr[1:] - some).int(),
+        order.flatten().int(),
+        tiles.others[place],
+        tiles.masks[place],
+        table.contiguous().view(torch.uint8),
+        torch.tensor(layout.head_patterns, dtype=torch.int32),
+    )
