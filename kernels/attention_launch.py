@@ -5,7 +5,8 @@ The tables are made once for each layout, tile and device. Imported only when a 
 """
 
 import contextlib
-from typing import Any, Literal, NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from .layout_tiles import tiles_of
 from .layouts import Layout
 from .triton_memory import INTERPRETED
 
+T = TypeVar("T")
 Which = Literal["forward", "dq", "dkv"]
 
 
@@ -28,17 +30,30 @@ class Tile(NamedTuple):
     stages: int  # loads under way, as a number of tiles
 
 
-# By kernel and padded head size, up to the size given: half precision, and float32. The largest
-# without spilled registers on sm_80, sm_90 and sm_100: see tests/kernels/aot_table.json.
-_HALF: dict[Which, dict[int, Tile]] = {
-    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 4, 2)},
-    "dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
-    "dkv": {64: Tile(64, 128, 8, 3), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
+# By kernel and padded head size, up to the size given. The largest without spilled registers: see
+# tests/kernels/aot_table.json. Half precision on sm_90, on sm_100, and on all others, some of which
+# have 99 KiB of shared memory; float32 on all.
+_HALF: dict[Which, dict[int, tuple[Tile, Tile, Tile]]] = {
+    "forward": {
+        64: (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+    },
+    "dq": {
+        64: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
+        128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),
+    },
+    "dkv": {
+        64: (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
+        128: (Tile(32, 128, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
+        256: (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    },
 }
 _FULL: dict[Which, dict[int, Tile]] = {
-    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)},
-    "dq": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 2)},
-    "dkv": {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
+    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 2)},
+    "dq": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 8, 2), 256: Tile(32, 16, 8, 1)},
+    "dkv": {64: Tile(32, 64, 8, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
 }
 
 
@@ -52,17 +67,30 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
-def tile_for(which: Which, dtype: torch.dtype, size: int) -> Tile:
-    """The tile of a kernel."""
-    tiles = (_FULL if dtype == torch.float32 else _HALF)[which]
-    return next(tile for largest, tile in tiles.items() if padded(size) <= largest)
+def tile_for(which: Which, dtype: torch.dtype, size: int, capability: int) -> Tile:
+    """The tile of a kernel, for a head size, and a device of this capability: 90 for sm_90."""
+    if dtype == torch.float32:
+        return _up_to(_FULL[which], size)
+    hopper, blackwell, other = _up_to(_HALF[which], size)
+    return {90: hopper, 100: blackwell}.get(capability, other)
+
+
+def _up_to(by_size: dict[int, T], size: int) -> T:
+    return next(found for largest, found in by_size.items() if padded(size) <= largest)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0  # the interpreter
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 class _Tables(NamedTuple):
-    """A layout in tiles, on a device; of each line those seen in full come first."""
+    """A layout in tiles, on a device."""
 
     firsts: Tensor  # int32 (patterns * lines + 1): where each line's tiles begin
-    middles: Tensor  # int32 (patterns * lines): where those begin that need a mask
     order: Tensor  # int32 (patterns * lines): the lines of a pattern, the longest first
     others: Tensor  # int32 (tiles): columns of the tiles; of transposed ones, rows
     masks: Tensor  # int32 (tiles): rows of the table, -1 for none
@@ -130,7 +158,7 @@ def _launch(
     q, k, _ = qkv
     batch, heads, q_len, size = q.shape
     kv_heads, k_len = k.shape[1:3]
-    tile = tile_for(which, q.dtype, size)
+    tile = tile_for(which, q.dtype, size, _capability(q.device))
     transposed = which == "dkv"
     lines = triton.cdiv(k_len, tile.columns) if transposed else triton.cdiv(q_len, tile.rows)
     programs = batch * (kv_heads if transposed else heads) * lines
@@ -160,6 +188,7 @@ def _launch(
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             EVEN=q_len % tile.rows == 0,
+            EVEN_KEYS=k_len % tile.columns == 0,
             PRECISION=precision(q.dtype),
             INTERPRETED=INTERPRETED,
             num_warps=tile.warps,
@@ -191,18 +220,13 @@ def _tables(
 def _on_cpu(layout: Layout, rows: int, columns: int, transposed: bool) -> _Tables:
     tiles = tiles_of(layout, rows, columns, transposed)
     counts = tiles.ptr.diff()
-    line = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    masked = tiles.masks >= 0
-    place = (2 * line + masked).argsort(stable=True)
-    some = torch.bincount(line[masked], minlength=len(counts))
     order = counts.view(layout.patterns, -1).argsort(dim=1, descending=True, stable=True)
     table = tiles.table.mT if transposed else tiles.table
     return _Tables(
         tiles.ptr.int(),
-        (tiles.ptr[1:] - some).int(),
         order.flatten().int(),
-        tiles.others[place],
-        tiles.masks[place],
+        tiles.others,
+        tiles.masks,
         table.contiguous().view(torch.uint8),
         torch.tensor(layout.head_patterns, dtype=torch.int32),
     )

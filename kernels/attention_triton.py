@@ -1,8 +1,8 @@
 """Block-sparse attention's kernels in Triton: the result, the gradient of q, those of k and v.
 
 A program has a row of tiles (or a column, for the gradients of k and v), and goes through the tiles
-that are seen: first those that are seen in full, which need no mask, then the others. Nothing is
-added to memory that another program adds to, so that results are the same each time.
+that are seen; one that is seen in full skips the mask. Nothing is added to memory that another
+program adds to, so that results are the same each time.
 
 The softmax is computed on the way (arXiv 1805.02867) in powers of two, as the device has them;
 the backward computes the weights again (FlashAttention-2, arXiv 2307.08691, section 3.1). What
@@ -29,15 +29,17 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def forward_kernel(
     q, k, v, bias, out, log_sum,
-    firsts, middles, order, others, masks, table, patterns,
+    firsts, order, others, masks, table, patterns,
     scale, heads, group, layout_heads, lines, q_len, k_len,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, bias_b, bias_h, bias_q, bias_k,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """``out`` and the natural logarithm of the sums of exponentials, -inf where nothing is seen.
 
-    EVEN: whether ROWS divides the number of queries.
+    EVEN and EVEN_KEYS: whether ROWS divides the number of queries, and COLUMNS that of keys. Masks
+    hide the keys past the end.
     """
     line, head, batch = _place(order, patterns, layout_heads, heads, lines)
     at = _pattern(patterns, head, layout_heads) * lines + line
@@ -55,16 +57,10 @@ def forward_kernel(
     acc = tl.zeros((ROWS, PADDED), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), -INFINITY, tl.float32)
-    first, middle, last = tl.load(firsts + at), tl.load(middles + at), tl.load(firsts + at + 1)
     acc, total, top = _attend(
-        acc, total, top, q_tile, k, v, bias, others, masks, table, first, middle, scale, left,
-        k_len, k_l, v_l, bias_q, bias_k, SIZE, PADDED, ROWS, COLUMNS, PRECISION, False,
-        INTERPRETED,
-    )  # fmt: skip
-    acc, total, top = _attend(
-        acc, total, top, q_tile, k, v, bias, others, masks, table, middle, last, scale, left,
-        k_len, k_l, v_l, bias_q, bias_k, SIZE, PADDED, ROWS, COLUMNS, PRECISION, True,
-        INTERPRETED,
+        acc, total, top, q_tile, k, v, bias, others, masks, table, tl.load(firsts + at),
+        tl.load(firsts + at + 1), scale, left, k_len, k_l, v_l, bias_q, bias_k, SIZE, PADDED, ROWS,
+        COLUMNS, EVEN_KEYS, PRECISION, INTERPRETED,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # where nothing is seen, acc is 0 and top -inf
     row = (batch * heads + head) * q_len + start
@@ -77,35 +73,44 @@ def forward_kernel(
 def _attend(
     acc, total, top, q, k, v, bias, others, masks, table, begin, end, scale, left, k_len, k_l, v_l,
     bias_q, bias_k, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles ``begin`` to ``end`` of a row: sums of weighted values and of weights, highest score.
-
-    A tile that keys do not fill is never one that is seen in full.
-    """
+    """Tiles ``begin`` to ``end`` of a row: weighted values, sum of weights, highest score."""
     rows, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     for tile in range(begin, end):
-        column = tl.load(others + tile).to(tl.int64)
+        column, mask = tl.load(others + tile).to(tl.int64), tl.load(masks + tile)
         key_left = (k_len - column * COLUMNS).to(tl.int32)
         k_tile = load_rows(
-            k + column * COLUMNS * k_l, keys, k_l, key_left, SIZE, PADDED, MASKED, INTERPRETED
+            k + column * COLUMNS * k_l,
+            keys,
+            k_l,
+            key_left,
+            SIZE,
+            PADDED,
+            not EVEN_KEYS,
+            INTERPRETED,
         )
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
         if bias is not None:
             at = bias + column * COLUMNS * bias_k
             scores += _bias(at, rows[:, None], keys[None, :], bias_q, bias_k, left, key_left)
-        if MASKED:
-            scores = tl.where(_seen(table, masks, tile, ROWS, COLUMNS), scores, -INFINITY)
+        if mask >= 0:
+            scores = tl.where(_seen(table, mask, ROWS, COLUMNS), scores, -INFINITY)
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = new_top
-        if MASKED or bias is not None:
-            base = tl.where(new_top == -INFINITY, 0.0, new_top)  # not -inf + inf
+        base = tl.where(new_top == -INFINITY, 0.0, new_top)  # not -inf + inf
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         v_tile = load_rows(
-            v + column * COLUMNS * v_l, keys, v_l, key_left, SIZE, PADDED, MASKED, INTERPRETED
+            v + column * COLUMNS * v_l,
+            keys,
+            v_l,
+            key_left,
+            SIZE,
+            PADDED,
+            not EVEN_KEYS,
+            INTERPRETED,
         )
         acc = tl.dot(
             weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION
@@ -117,11 +122,12 @@ def _attend(
 @triton.jit
 def dq_kernel(
     grad, grad_log_sum, q, k, v, bias, out, log_sum, delta, dq,
-    firsts, middles, order, others, masks, table, patterns,
+    firsts, order, others, masks, table, patterns,
     scale, heads, group, layout_heads, lines, q_len, k_len,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, bias_b, bias_h, bias_q, bias_k,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """``dq``, and ``delta`` = rowsum(grad ∘ out) − grad_log_sum for the other gradients."""
     line, head, batch = _place(order, patterns, layout_heads, heads, lines)
@@ -146,16 +152,10 @@ def dq_kernel(
     if bias is not None:
         bias += batch * bias_b + head * bias_h + start * bias_q
     acc = tl.zeros((ROWS, PADDED), tl.float32)
-    first, middle, last = tl.load(firsts + at), tl.load(middles + at), tl.load(firsts + at + 1)
     acc = _add_dq(
-        acc, q_tile, grad_tile, shift, sums, k, v, bias, others, masks, table, first, middle, scale,
-        left, k_len, k_l, v_l, bias_q, bias_k, SIZE, PADDED, ROWS, COLUMNS, PRECISION, False,
-        INTERPRETED,
-    )  # fmt: skip
-    acc = _add_dq(
-        acc, q_tile, grad_tile, shift, sums, k, v, bias, others, masks, table, middle, last, scale,
-        left, k_len, k_l, v_l, bias_q, bias_k, SIZE, PADDED, ROWS, COLUMNS, PRECISION, True,
-        INTERPRETED,
+        acc, q_tile, grad_tile, shift, sums, k, v, bias, others, masks, table,
+        tl.load(firsts + at), tl.load(firsts + at + 1), scale, left, k_len, k_l, v_l, bias_q,
+        bias_k, SIZE, PADDED, ROWS, COLUMNS, EVEN_KEYS, PRECISION, INTERPRETED,
     )  # fmt: skip
     store_rows(dq + row * SIZE, acc * scale, rows, left, SIZE, PADDED, INTERPRETED)
 
@@ -164,27 +164,41 @@ def dq_kernel(
 def _add_dq(
     acc, q, grad, shift, sums, k, v, bias, others, masks, table, begin, end, scale, left, k_len,
     k_l, v_l, bias_q, bias_k, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    COLUMNS: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add dS K of tiles ``begin`` to ``end`` of a row, with dS = P ∘ (grad Vᵀ − delta)."""
     rows, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     for tile in range(begin, end):
-        column = tl.load(others + tile).to(tl.int64)
+        column, mask = tl.load(others + tile).to(tl.int64), tl.load(masks + tile)
         key_left = (k_len - column * COLUMNS).to(tl.int32)
         k_tile = load_rows(
-            k + column * COLUMNS * k_l, keys, k_l, key_left, SIZE, PADDED, MASKED, INTERPRETED
+            k + column * COLUMNS * k_l,
+            keys,
+            k_l,
+            key_left,
+            SIZE,
+            PADDED,
+            not EVEN_KEYS,
+            INTERPRETED,
         )
         v_tile = load_rows(
-            v + column * COLUMNS * v_l, keys, v_l, key_left, SIZE, PADDED, MASKED, INTERPRETED
+            v + column * COLUMNS * v_l,
+            keys,
+            v_l,
+            key_left,
+            SIZE,
+            PADDED,
+            not EVEN_KEYS,
+            INTERPRETED,
         )
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
         if bias is not None:
             at = bias + column * COLUMNS * bias_k
             scores += _bias(at, rows[:, None], keys[None, :], bias_q, bias_k, left, key_left)
         weights = tl.exp2(scores - sums[:, None])
-        if MASKED:
-            weights = tl.where(_seen(table, masks, tile, ROWS, COLUMNS), weights, 0.0)
+        if mask >= 0:
+            weights = tl.where(_seen(table, mask, ROWS, COLUMNS), weights, 0.0)
         slope = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION) - shift[:, None]
         slope = (weights * slope).to(k_tile.dtype)
         acc = tl.dot(slope, k_tile, acc, input_precision=PRECISION)
@@ -194,11 +208,12 @@ def _add_dq(
 @triton.jit
 def dkv_kernel(
     grad, q, k, v, bias, log_sum, delta, dk, dv,
-    firsts, middles, order, others, masks, table, patterns,
+    firsts, order, others, masks, table, patterns,
     scale, heads, group, layout_heads, lines, q_len, k_len,
     q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, bias_b, bias_h, bias_q, bias_k,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """``dk`` and ``dv`` of a column of tiles: of its keys, from the queries of a group of heads.
 
@@ -210,11 +225,11 @@ def dkv_kernel(
     keys = tl.arange(0, COLUMNS)
     left = k_len - line * COLUMNS
     k_tile = load_rows(
-        k + batch * k_b + head * k_h + start * k_l, keys, k_l, left, SIZE, PADDED, True,
+        k + batch * k_b + head * k_h + start * k_l, keys, k_l, left, SIZE, PADDED, not EVEN_KEYS,
         INTERPRETED,
     )  # fmt: skip
     v_tile = load_rows(
-        v + batch * v_b + head * v_h + start * v_l, keys, v_l, left, SIZE, PADDED, True,
+        v + batch * v_b + head * v_h + start * v_l, keys, v_l, left, SIZE, PADDED, not EVEN_KEYS,
         INTERPRETED,
     )  # fmt: skip
     acc_k = tl.zeros((COLUMNS, PADDED), tl.float32)
@@ -226,16 +241,11 @@ def dkv_kernel(
         if bias is not None:
             own_bias = bias + batch * bias_b + q_head * bias_h + start * bias_k
         at = _pattern(patterns, q_head, layout_heads) * lines + line
-        first, middle, last = tl.load(firsts + at), tl.load(middles + at), tl.load(firsts + at + 1)
         acc_k, acc_v = _add_dkv(
             acc_k, acc_v, k_tile, v_tile, grad + row * SIZE, own_q, own_bias, log_sum + row,
-            delta + row, others, masks, table, first, middle, scale, left, q_len, q_l, bias_q,
-            bias_k, SIZE, PADDED, ROWS, COLUMNS, EVEN, PRECISION, False, INTERPRETED,
-        )  # fmt: skip
-        acc_k, acc_v = _add_dkv(
-            acc_k, acc_v, k_tile, v_tile, grad + row * SIZE, own_q, own_bias, log_sum + row,
-            delta + row, others, masks, table, middle, last, scale, left, q_len, q_l, bias_q,
-            bias_k, SIZE, PADDED, ROWS, COLUMNS, EVEN, PRECISION, True, INTERPRETED,
+            delta + row, others, masks, table, tl.load(firsts + at), tl.load(firsts + at + 1),
+            scale, left, q_len, q_l, bias_q, bias_k, SIZE, PADDED, ROWS, COLUMNS, EVEN, PRECISION,
+            INTERPRETED,
         )  # fmt: skip
     key = ((batch * kv_heads + head) * k_len + start) * SIZE
     store_rows(dk + key, acc_k * scale, keys, left, SIZE, PADDED, INTERPRETED)
@@ -247,12 +257,12 @@ def _add_dkv(
     acc_k, acc_v, k, v, grad, q, bias, log_sum, delta, others, masks, table, begin, end, scale,
     left, q_len, q_l, bias_q, bias_k, SIZE: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr, INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Add dSᵀ Q and Pᵀ grad of tiles ``begin`` to ``end`` of a column."""
     rows, keys = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     for tile in range(begin, end):
-        line = tl.load(others + tile).to(tl.int64)
+        line, mask = tl.load(others + tile).to(tl.int64), tl.load(masks + tile)
         start = line * ROWS
         row_left = (q_len - start).to(tl.int32)
         q_tile = load_rows(
@@ -267,8 +277,8 @@ def _add_dkv(
             at = bias + start * bias_q
             scores += _bias(at, rows[None, :], keys[:, None], bias_q, bias_k, row_left, left)
         weights = tl.exp2(scores - sums[None, :])
-        if MASKED:
-            weights = tl.where(_seen(table, masks, tile, COLUMNS, ROWS), weights, 0.0)
+        if mask >= 0:
+            weights = tl.where(_seen(table, mask, COLUMNS, ROWS), weights, 0.0)
         acc_v = tl.dot(weights.to(grad_tile.dtype), grad_tile, acc_v, input_precision=PRECISION)
         shift = tl.load(delta + start + rows, mask=rows < row_left, other=0.0)
         slope = tl.dot(v, tl.trans(grad_tile), input_precision=PRECISION) - shift[None, :]
@@ -300,8 +310,8 @@ def _log_sums(at, rows, left):
 
 
 @triton.jit
-def _seen(table, masks, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    at = table + tl.load(masks + tile).to(tl.int64) * (HEIGHT * WIDTH)
+def _seen(table, mask, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    at = table + mask.to(tl.int64) * (HEIGHT * WIDTH)
     inner = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return tl.load(at + inner) != 0
 

@@ -6,8 +6,8 @@ Most blocks are seen in full; one that is not, such as a block on the diagonal o
 has a mask in a small table of distinct boolean tiles. Equal layouts are one object, so a layout
 can be a static argument, a dictionary's key or a constant of a traced graph.
 
-The builders stand in ``layout_builders.py``, and in ``layout_deepspeed.py`` those that bear the names
-and parameters of DeepSpeed's sparsity configurations.
+The builders stand in ``layout_builders.py``, and those that bear the names and parameters of
+DeepSpeed's sparsity configurations in ``layout_deepspeed.py``.
 """
 
 import ctypes

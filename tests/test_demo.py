@@ -43,6 +43,13 @@ def test_trains_on_one_bit_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use stage 0 or 1" in capsys.readouterr().err
 
 
+def test_trains_with_sparse_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "10", "--dp", "2", "--attention", "bigbird"]) == 0
+    out = capsys.readouterr().out
+    assert "bigbird: Layout(128 × 128, any heads, block 16, 25 blocks" in out
+    assert "the first 10 steps run dense, with torch.optim alone: losses agree" in out
+
+
 def test_two_processes_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python"]
@@ -69,6 +76,7 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "short").write_text("short")
     for arguments, message in (
         (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
+        (["--attention", "sparse"], "no attention 'sparse'; there are dense, fixed"),
         (["--text", str(tmp_path / "none")], "no such file or folder"),
         (["--text", str(tmp_path / "short")], "5 bytes are too few"),
     ):

@@ -129,19 +129,21 @@ def _adam(
 _ATTENTION = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _attention(which: str, dtype: str, size: int, *, bias: bool = False) -> Variant:
+def _attention(
+    which: Any, dtype: str, size: int, capability: int, *, bias: bool = False
+) -> Variant:
     """A kernel of block-sparse attention with the tile that it is launched with."""
     from zero_fn.kernels import attention_launch, attention_triton
 
-    tile = attention_launch.tile_for(which, _ATTENTION[dtype], size)
+    tile = attention_launch.tile_for(which, _ATTENTION[dtype], size, capability)
     kernel = getattr(attention_triton, f"{which}_kernel")
     data = dict.fromkeys(("grad", "q", "k", "v", "bias", "out", "dq", "dk", "dv"), f"*{dtype}")
     data |= dict.fromkeys(("log_sum", "grad_log_sum", "delta"), "*fp32")
-    tables = ("firsts", "middles", "order", "others", "masks", "patterns")
+    tables = ("firsts", "order", "others", "masks", "patterns")
     data |= dict.fromkeys(tables, "*i32") | {"table": "*u8", "scale": "fp32"}
     signature = {name: data.get(name, "i32") for name in kernel.arg_names}
     constants = {"SIZE": size, "PADDED": attention_launch.padded(size), "ROWS": tile.rows}
-    constants |= {"COLUMNS": tile.columns, "EVEN": True, "INTERPRETED": False}
+    constants |= {"COLUMNS": tile.columns, "EVEN": True, "EVEN_KEYS": True, "INTERPRETED": False}
     constants["PRECISION"] = attention_launch.precision(_ATTENTION[dtype])
     constants |= {"bias": None} if not bias else {}
     constants |= {"grad_log_sum": None} if which == "dq" else {}

@@ -7,8 +7,9 @@ before each block, learned positions, GELU, output head tied to the embedding).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from zero_fn.kernels import dense_attention
+from zero_fn.kernels import Layout, block_sparse_attention, dense_attention
 
 Params = dict[str, Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,12 @@ class Config:
         heads: attention heads a block; divides ``width``.
         width: size of the residual stream.
         tied: whether the output head is the token embedding.
+        attention: ``"dense"``: each token sees itself and all before it; or a layout: those of
+            them that it holds. A layout is for sequences of exactly its length, for any number of
+            heads or for ``heads``.
 
     Raises:
-        ValueError: if the heads do not divide the width.
+        ValueError: if the heads do not divide the width, or the layout does not fit.
     """
 
     vocabulary: int = 256
@@ -43,10 +48,24 @@ class Config:
     heads: int = 2
     width: int = 64
     tied: bool = True
+    attention: Literal["dense"] | Layout = "dense"
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
+        layout = self.attention
+        if isinstance(layout, str):
+            if layout != "dense":
+                raise ValueError(
+                    f"attention={layout!r}; 'dense' or a Layout: Layout.bigbird({self.length}, "
+                    "attention='unidirectional'), say"
+                )
+        elif layout.q_len != layout.k_len or layout.q_len > self.length:
+            raise ValueError(
+                f"attention={layout!r}; as many keys as queries, and at most length={self.length}"
+            )
+        elif layout.heads not in (1, self.heads):
+            raise ValueError(f"attention={layout!r}; for any heads, or {self.heads}")
 
     @property
     def parameters(self) -> int:
@@ -115,21 +134,32 @@ def init(config: Config, seed: int = 0) -> Params:
 
 
 def apply(
-    params: Params, tokens: Int[Tensor, "batch length"], config: Config
+    params: Params,
+    tokens: Int[Tensor, "batch length"],
+    config: Config,
+    attend: Attend | None = None,
 ) -> Float[Tensor, "batch length vocabulary"]:
     """The logits of the next token at every place.
 
+    Args:
+        params: as ``init`` makes them.
+        tokens: token ids.
+        config: the sizes.
+        attend: what mixes q, k and v, in place of ``config.attention``.
+
     Raises:
-        ValueError: if the sequence is longer than the configuration's.
+        ValueError: if the sequence is longer than the configuration's, or not its layout's length.
     """
     length = tokens.shape[-1]
     if length > config.length:
         raise ValueError(
             f"a sequence of {length} tokens; the configuration ends at {config.length}"
         )
+    if attend is None:
+        attend = causal_attention(config.attention)
     x = F.embedding(tokens, params["tokens"]) + params["positions"][:length]
     for block in params["blocks"]:
-        x = x + attention(block, layer_norm(x, block["norm1"]), config.heads)
+        x = x + attention(block, layer_norm(x, block["norm1"]), config.heads, attend)
         hidden = F.gelu(linear(layer_norm(x, block["norm2"]), block["up"]), approximate="tanh")
         x = x + linear(hidden, block["down"])
     return F.linear(layer_norm(x, params["norm"]), params["head"])
@@ -139,22 +169,30 @@ def loss(
     params: Params,
     batch: tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]],
     config: Config,
+    attend: Attend | None = None,
 ) -> Float[Tensor, ""]:
-    """The mean cross-entropy, in nats a token."""
+    """The mean cross-entropy, in nats a token; see :func:`apply`."""
     tokens, targets = batch
-    logits = apply(params, tokens, config)
+    logits = apply(params, tokens, config, attend)
     return F.cross_entropy(
         rearrange(logits, "b l v -> (b l) v"), rearrange(targets, "b l -> (b l)")
     )
 
 
 def attention(
-    block: Params, x: Float[Tensor, "batch length width"], heads: int
+    block: Params, x: Float[Tensor, "batch length width"], heads: int, attend: Attend
 ) -> Float[Tensor, "batch length width"]:
-    """Causal self-attention."""
+    """Self-attention."""
     qkv = rearrange(linear(x, block["qkv"]), "b l (three h d) -> three b h l d", three=3, h=heads)
-    mixed = dense_attention(qkv[0], qkv[1], qkv[2], causal=True)
+    mixed = attend(qkv[0], qkv[1], qkv[2])
     return linear(rearrange(mixed, "b h l d -> b l (h d)"), block["out"])
+
+
+def causal_attention(kind: Literal["dense"] | Layout) -> Attend:
+    """What mixes q, k and v, each (batch, heads, length, head size)."""
+    if isinstance(kind, str):
+        return lambda q, k, v: dense_attention(q, k, v, causal=True)
+    return lambda q, k, v: block_sparse_attention(q, k, v, kind, causal=True)
 
 
 def linear(x: Tensor, weights: Params) -> Tensor:

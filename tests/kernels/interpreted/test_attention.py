@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.attention_cases import Case, cases, inputs, oracle
 from zero_fn.kernels import Layout, attention_launch, block_sparse_attention, sparse_attention
-from zero_fn.kernels.attention_launch import Tile, tile_for
+from zero_fn.kernels.attention_launch import Tile, Which, tile_for
 
 # numpy, which the interpreter computes with, warns of each infinity and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -172,9 +173,10 @@ def test_any_memory_layout(name: str) -> None:
         assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("capability", [0, 80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_each_size_has_a_tile(dtype: torch.dtype) -> None:
-    for which in ("forward", "dq", "dkv"):
+def test_each_size_has_a_tile(dtype: torch.dtype, capability: int) -> None:
+    for which in get_args(Which):
         for size in range(1, 257):
-            tile = tile_for(which, dtype, size)
+            tile = tile_for(which, dtype, size, capability)
             assert min(tile.rows, tile.columns) >= 16
