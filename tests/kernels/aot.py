@@ -154,20 +154,20 @@ def _attention(
     return Variant(name, lambda: kernel, signature, constants, options, True, strides)
 
 
-def _attentions() -> Iterator[Variant]:
+def _attentions(capability: int) -> Iterator[Variant]:
     for which in ("forward", "dq", "dkv"):
         for size in (16, 32, 64, 128, 256):
             for dtype in ("bf16", "fp32"):
-                yield _attention(which, dtype, size)
-        yield _attention(which, "fp16", 64)
-        yield _attention(which, "bf16", 80)
-        yield _attention(which, "bf16", 128, bias=True)
-        yield _attention(which, "fp32", 64, bias=True)
+                yield _attention(which, dtype, size, capability)
+        yield _attention(which, "fp16", 64, capability)
+        yield _attention(which, "bf16", 80, capability)
+        yield _attention(which, "bf16", 64, capability, bias=True)
+        yield _attention(which, "fp32", 64, capability, bias=True)
 
 
 @functools.cache
-def variants() -> tuple[Variant, ...]:
-    """Every shipped variant; names are ``kernel: variant``."""
+def variants(capability: int) -> tuple[Variant, ...]:
+    """Every shipped variant as it is launched on sm_``capability``; names: ``kernel: variant``."""
     full, mixed, half = ("fp32",) * 4, ("fp32", "bf16", "fp32", "fp32"), ("bf16", "bf16")
     return (
         _adam("adam: float32, in place", *full),
@@ -178,8 +178,12 @@ def variants() -> tuple[Variant, ...]:
         _adam("adam: bf16 gradients and working copy", *mixed, copy="bf16", scaled=True),
         _adam("adam: bf16 parameters by chance", *half, "fp32", "fp32", by_chance=True),
         _adam("adam: all bf16, pure", *half, *half, pure=True),
-        *_attentions(),
+        *_attentions(capability),
     )
+
+
+def names() -> list[str]:
+    return [variant.name for variant in variants(CAPABILITIES[0])]
 
 
 def table() -> dict[str, Any]:
@@ -188,10 +192,10 @@ def table() -> dict[str, Any]:
     def figures(job: tuple[Variant, int]) -> dict[str, int]:
         return compile_variant(*job)._asdict()
 
-    jobs = [(variant, capability) for variant in variants() for capability in CAPABILITIES]
+    jobs = [(variant, c) for c in CAPABILITIES for variant in variants(c)]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(figures, jobs))
-    rows: dict[str, Any] = {variant.name: {} for variant in variants()}
+    rows: dict[str, Any] = {name: {} for name in names()}
     for (variant, capability), row in zip(jobs, done, strict=True):
         rows[variant.name][f"sm_{capability}"] = row
     return {"triton": triton.__version__, "variants": rows}
