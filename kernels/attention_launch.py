@@ -1,82 +1,23 @@
-"""What runs block-sparse attention's Triton kernels: tile sizes, tables on the device, launches.
+"""What runs block-sparse attention's Triton kernels: tables on the device, and launches.
 
-A layout's block and a kernel's tile differ freely: ``layout_tiles.py`` cuts the layout into tiles.
-The tables are made once for each layout, tile and device. Imported only when a kernel runs.
+A layout's block and a kernel's tile differ freely: ``attention_tiles.py`` has the tile, and
+``layout_tiles.py`` cuts the layout into such. The tables are made once for each layout, tile and
+device. Imported only when a kernel runs.
 """
 
 import contextlib
 import functools
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from .attention_tiles import Which, best, padded, precision, tiles_for
 from .attention_triton import dkv_kernel, dq_kernel, forward_kernel
 from .layout_tiles import tiles_of
 from .layouts import Layout
 from .triton_memory import INTERPRETED
-
-T = TypeVar("T")
-Which = Literal["forward", "dq", "dkv"]
-
-
-class Tile(NamedTuple):
-    """Sizes of a kernel's tile, and how it is compiled."""
-
-    rows: int  # queries
-    columns: int  # keys
-    warps: int
-    stages: int  # loads under way, as a number of tiles
-
-
-# By kernel and padded head size, up to the size given. The largest without spilled registers: see
-# tests/kernels/aot_table.json. Half precision on sm_90, on sm_100, and on all others, some of which
-# have 99 KiB of shared memory; float32 on all.
-_HALF: dict[Which, dict[int, tuple[Tile, Tile, Tile]]] = {
-    "forward": {
-        64: (Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
-        128: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-        256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
-    },
-    "dq": {
-        64: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
-        128: (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-        256: (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 2)),
-    },
-    "dkv": {
-        64: (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 128, 8, 2)),
-        128: (Tile(32, 128, 8, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 2)),
-        256: (Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
-    },
-}
-_FULL: dict[Which, dict[int, Tile]] = {
-    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 2)},
-    "dq": {64: Tile(64, 32, 8, 2), 128: Tile(32, 32, 8, 2), 256: Tile(32, 16, 8, 1)},
-    "dkv": {64: Tile(32, 64, 8, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
-}
-
-
-def padded(size: int) -> int:
-    """The head size that a kernel computes with."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How products are computed: of float32, as three products of halves of its digits."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
-
-
-def tile_for(which: Which, dtype: torch.dtype, size: int, capability: int) -> Tile:
-    """The tile of a kernel, for a head size, and a device of this capability: 90 for sm_90."""
-    if dtype == torch.float32:
-        return _up_to(_FULL[which], size)
-    hopper, blackwell, other = _up_to(_HALF[which], size)
-    return {90: hopper, 100: blackwell}.get(capability, other)
-
-
-def _up_to(by_size: dict[int, T], size: int) -> T:
-    return next(found for largest, found in by_size.items() if padded(size) <= largest)
 
 
 @functools.cache
@@ -158,8 +99,9 @@ def _launch(
     q, k, _ = qkv
     batch, heads, q_len, size = q.shape
     kv_heads, k_len = k.shape[1:3]
-    tile = tile_for(which, q.dtype, size, _capability(q.device))
     transposed = which == "dkv"
+    tiles = tiles_for(which, q.dtype, size, _capability(q.device), bias is not None)
+    tile = best(tiles, layout, transposed)
     lines = triton.cdiv(k_len, tile.columns) if transposed else triton.cdiv(q_len, tile.rows)
     programs = batch * (kv_heads if transposed else heads) * lines
     tables = _tables(layout, tile.rows, tile.columns, transposed, q.device)
@@ -189,7 +131,7 @@ def _launch(
             COLUMNS=tile.columns,
             EVEN=q_len % tile.rows == 0,
             EVEN_KEYS=k_len % tile.columns == 0,
-            PRECISION=precision(q.dtype),
+            PRECISION=precision(q.dtype, size),
             INTERPRETED=INTERPRETED,
             num_warps=tile.warps,
             num_stages=tile.stages,

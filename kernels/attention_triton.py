@@ -82,15 +82,9 @@ def _attend(
         column, mask = tl.load(others + tile).to(tl.int64), tl.load(masks + tile)
         key_left = (k_len - column * COLUMNS).to(tl.int32)
         k_tile = load_rows(
-            k + column * COLUMNS * k_l,
-            keys,
-            k_l,
-            key_left,
-            SIZE,
-            PADDED,
-            not EVEN_KEYS,
+            k + column * COLUMNS * k_l, keys, k_l, key_left, SIZE, PADDED, not EVEN_KEYS,
             INTERPRETED,
-        )
+        )  # fmt: skip
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
         if bias is not None:
             at = bias + column * COLUMNS * bias_k
@@ -103,15 +97,9 @@ def _attend(
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         v_tile = load_rows(
-            v + column * COLUMNS * v_l,
-            keys,
-            v_l,
-            key_left,
-            SIZE,
-            PADDED,
-            not EVEN_KEYS,
+            v + column * COLUMNS * v_l, keys, v_l, key_left, SIZE, PADDED, not EVEN_KEYS,
             INTERPRETED,
-        )
+        )  # fmt: skip
         acc = tl.dot(
             weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION
         )
@@ -173,25 +161,13 @@ def _add_dq(
         column, mask = tl.load(others + tile).to(tl.int64), tl.load(masks + tile)
         key_left = (k_len - column * COLUMNS).to(tl.int32)
         k_tile = load_rows(
-            k + column * COLUMNS * k_l,
-            keys,
-            k_l,
-            key_left,
-            SIZE,
-            PADDED,
-            not EVEN_KEYS,
+            k + column * COLUMNS * k_l, keys, k_l, key_left, SIZE, PADDED, not EVEN_KEYS,
             INTERPRETED,
-        )
+        )  # fmt: skip
         v_tile = load_rows(
-            v + column * COLUMNS * v_l,
-            keys,
-            v_l,
-            key_left,
-            SIZE,
-            PADDED,
-            not EVEN_KEYS,
+            v + column * COLUMNS * v_l, keys, v_l, key_left, SIZE, PADDED, not EVEN_KEYS,
             INTERPRETED,
-        )
+        )  # fmt: skip
         scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * (scale * LOG2_E)
         if bias is not None:
             at = bias + column * COLUMNS * bias_k

@@ -130,28 +130,30 @@ _ATTENTION = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat
 
 
 def _attention(
-    which: Any, dtype: str, size: int, capability: int, *, bias: bool = False
+    which: Any, dtype: str, size: int, capability: int, *, bias: bool = False, fine: bool = False
 ) -> Variant:
     """A kernel of block-sparse attention with the tile that it is launched with."""
-    from zero_fn.kernels import attention_launch, attention_triton
+    from zero_fn.kernels import attention_tiles, attention_triton
 
-    tile = attention_launch.tile_for(which, _ATTENTION[dtype], size, capability)
+    tiles = attention_tiles.tiles_for(which, _ATTENTION[dtype], size, capability, bias)
+    tile = tiles[-1 if fine else 0]
     kernel = getattr(attention_triton, f"{which}_kernel")
     data = dict.fromkeys(("grad", "q", "k", "v", "bias", "out", "dq", "dk", "dv"), f"*{dtype}")
     data |= dict.fromkeys(("log_sum", "grad_log_sum", "delta"), "*fp32")
     tables = ("firsts", "order", "others", "masks", "patterns")
     data |= dict.fromkeys(tables, "*i32") | {"table": "*u8", "scale": "fp32"}
     signature = {name: data.get(name, "i32") for name in kernel.arg_names}
-    constants = {"SIZE": size, "PADDED": attention_launch.padded(size), "ROWS": tile.rows}
+    constants = {"SIZE": size, "PADDED": attention_tiles.padded(size), "ROWS": tile.rows}
     constants |= {"COLUMNS": tile.columns, "EVEN": True, "EVEN_KEYS": True, "INTERPRETED": False}
-    constants["PRECISION"] = attention_launch.precision(_ATTENTION[dtype])
+    constants["PRECISION"] = attention_tiles.precision(_ATTENTION[dtype], size)
     constants |= {"bias": None} if not bias else {}
     constants |= {"grad_log_sum": None} if which == "dq" else {}
     # As Triton specialises the strides of contiguous tensors of such sizes.
     strides = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in "bhl"]
-    name = f"attention {which}: {dtype}, head size {size}{', bias' if bias else ''}"
+    name = f"attention {which}: {dtype}, head size {size}{', bias' * bias}{', small blocks' * fine}"
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return Variant(name, lambda: kernel, signature, constants, options, True, strides)
+    cores = constants["PRECISION"] != "ieee" or dtype != "fp32"
+    return Variant(name, lambda: kernel, signature, constants, options, cores, strides)
 
 
 def _attentions(capability: int) -> Iterator[Variant]:
@@ -162,6 +164,10 @@ def _attentions(capability: int) -> Iterator[Variant]:
         yield _attention(which, "fp16", 64, capability)
         yield _attention(which, "bf16", 80, capability)
         yield _attention(which, "bf16", 64, capability, bias=True)
+        yield _attention(which, "bf16", 128, capability, bias=True)
+        yield _attention(which, "bf16", 256, capability, bias=True)
+        yield _attention(which, "bf16", 64, capability, fine=True)
+        yield _attention(which, "bf16", 128, capability, fine=True)
         yield _attention(which, "fp32", 64, capability, bias=True)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.attention_cases import Case, cases, inputs, oracle
 from zero_fn.kernels import Layout, attention_launch, block_sparse_attention, sparse_attention
-from zero_fn.kernels.attention_launch import Tile, Which, tile_for
+from zero_fn.kernels.attention_tiles import Tile, Which, best, tiles_for
 
 # numpy, which the interpreter computes with, warns of each infinity and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -21,6 +21,7 @@ CASES = {
     for name, case in cases().items()
 }
 CASES["bias of keys"] = CASES["bias of keys"]._replace(heads=2, kv_heads=1)
+CASES["bias of heads"] = CASES["bias of heads"]._replace(batch=1)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     New memory is NaN, so that what a kernel leaves out, or reads before it is written, shows.
     """
     monkeypatch.setattr(sparse_attention, "_triton_takes", sparse_attention._fits_triton)
-    monkeypatch.setattr(attention_launch, "tile_for", lambda *_: Tile(32, 16, 4, 1))
+    monkeypatch.setattr(attention_launch, "tiles_for", lambda *_: [Tile(32, 16, 4, 1)])
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -130,7 +131,7 @@ def test_scores_whose_exponentials_overflow() -> None:
 def test_head_sizes_in_their_own_tiles(
     size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_launch, "tile_for", tile_for)
+    monkeypatch.setattr(attention_launch, "tiles_for", tiles_for)
     layout = Layout.bigbird(150, block=32, seed=1)
     check(Case(layout, 1, 1, size, causal=True, batch=1), dtype)
 
@@ -140,7 +141,7 @@ def test_head_sizes_in_their_own_tiles(
 def test_tiles_are_independent_of_blocks(
     tile: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_launch, "tile_for", lambda *_: Tile(*tile, 4, 1))
+    monkeypatch.setattr(attention_launch, "tiles_for", lambda *_: [Tile(*tile, 4, 1)])
     layout = Layout.document([30, 70, 1], block=block) & Layout.causal(101, block=block)
     check(Case(layout, 2, 1, 16, batch=1))
 
@@ -175,8 +176,17 @@ def test_any_memory_layout(name: str) -> None:
 
 @pytest.mark.parametrize("capability", [0, 80, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_each_size_has_a_tile(dtype: torch.dtype, capability: int) -> None:
+def test_each_size_has_tiles(dtype: torch.dtype, capability: int) -> None:
     for which in get_args(Which):
         for size in range(1, 257):
-            tile = tile_for(which, dtype, size, capability)
-            assert min(tile.rows, tile.columns) >= 16
+            for biased in (False, True):
+                for tile in tiles_for(which, dtype, size, capability, biased):
+                    assert min(tile.rows, tile.columns) >= 16
+
+
+def test_small_blocks_have_small_tiles() -> None:
+    usual, small = tiles_for("forward", BF16, 64, 90, False)
+    assert usual.rows * usual.columns > small.rows * small.columns
+    for block, want in ((16, small), (128, usual)):
+        layout = Layout.bigbird(4096, block=block, num_random_blocks=3)
+        assert best([usual, small], layout, False) == want
