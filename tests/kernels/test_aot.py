@@ -38,3 +38,11 @@ def test_compiles_to_what_is_recorded(name: str) -> None:
 
 def test_the_table_has_the_shipped_variants_and_no_others() -> None:
     assert set(aot.recorded()["variants"]) == set(aot.names())
+
+
+def test_what_is_recorded_fits() -> None:
+    for name, row in aot.recorded()["variants"].items():
+        for gpu, figures in row.items():
+            assert figures["stack"] == 0, (name, gpu)
+        # what sm_86, sm_89 and sm_120 have, which run the tiles of sm_80
+        assert row["sm_80"]["shared"] <= 99 * 1024, name
