@@ -21,7 +21,7 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("name", map(_marked, aot.names()))
+@pytest.mark.parametrize("name", [_marked(name) for name in aot.names()])
 def test_compiles_to_what_is_recorded(name: str) -> None:
     rows = aot.recorded()
     for capability in aot.CAPABILITIES:
