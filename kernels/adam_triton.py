@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_memory import INTERPRETED, store, store_bits
+
 BLOCK = 2048  # elements a program; 8 a thread
 NUM_WARPS = 8
 # Of a leaf: the addresses of p, g, m, v, new p (or update), new m, new v and copy; its number.
@@ -135,7 +137,7 @@ def _block(
         new_v = tl.where(keep, v, new_v)
 
     if PURE:
-        _store(p_to + places, update, mask, INTERPRETED)
+        store(p_to + places, update, mask, INTERPRETED)
     else:
         new_p = p + update
         if seed is not None:
@@ -150,13 +152,13 @@ def _block(
                 (0 * places).to(tl.uint32),
                 7,
             )
-            _store_bits(p_to + places, _rounded_up_by_chance(new_p, bits), mask)
+            store_bits(p_to + places, _rounded_up_by_chance(new_p, bits), mask)
         else:
-            _store(p_to + places, new_p, mask, INTERPRETED)
+            store(p_to + places, new_p, mask, INTERPRETED)
         if COPY is not None:
-            _store(copy_to + places, new_p, mask, INTERPRETED)
-    _store(m_to + places, new_m, mask, INTERPRETED)
-    _store(v_to + places, new_v, mask, INTERPRETED)
+            store(copy_to + places, new_p, mask, INTERPRETED)
+    store(m_to + places, new_m, mask, INTERPRETED)
+    store(v_to + places, new_v, mask, INTERPRETED)
 
 
 @triton.jit
@@ -189,26 +191,6 @@ def _rounded_up_by_chance(x, bits):
     finite = (pattern & 0x7F800000) != 0x7F800000
     special = ((pattern >> 16) | tl.where(x != x, 0x40, 0)).to(tl.uint16)
     return tl.where(finite, upper, special)
-
-
-@triton.jit
-def _store_bits(at, upper, mask):
-    tl.store(at, upper.to(tl.bfloat16, bitcast=True), mask=mask)
-
-
-@triton.jit
-def _store(at, x, mask, INTERPRETED: tl.constexpr):
-    if INTERPRETED and at.dtype.element_ty == tl.bfloat16:
-        # The interpreter cuts bits off where the device rounds to the nearest.
-        pattern = x.to(tl.uint32, bitcast=True)
-        nearest = ((pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16).to(tl.uint16)
-        upper = tl.where(x != x, 0x7FC0, nearest).to(tl.uint16)
-        _store_bits(at, upper, mask)
-    else:
-        tl.store(at, x.to(at.dtype.element_ty), mask=mask)
-
-
-INTERPRETED = not isinstance(adam_kernel, triton.runtime.JITFunction)
 
 
 class Settings(NamedTuple):

@@ -51,3 +51,43 @@ def adamw_floor(
     each += 0 if copies is None else copies.itemsize
     # Moments 3 + 4, division, root, product and sum of the denominator 5, decay 2, update 2.
     return Floor(each * count, 16 * count)
+
+
+def attention_floor(
+    batch: int,
+    heads: int,
+    q_len: int,
+    k_len: int,
+    size: int,
+    seen: float = 1.0,
+    *,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backward: bool = False,
+) -> Floor:
+    """Attention's forward, or its backward, which computes the weights again.
+
+    Two products of matrices forward, five backward (FlashAttention-2, arXiv 2307.08691, section
+    3.1), and an exponential each time for each query and key that it sees.
+
+    Args:
+        batch: number of sequences.
+        heads: heads of queries.
+        q_len: number of queries.
+        k_len: number of keys.
+        size: head size.
+        seen: share of the pairs of query and key that are seen.
+        kv_heads: heads of keys; None: as many as of queries.
+        dtype: what all but the log-sum (float32) is stored in.
+        backward: which of the two.
+
+    >>> attention_floor(1, 1, 10, 10, 4)
+    Floor(bytes=360, flops=1600, exponentials=100)
+    """
+    queries, keys = batch * heads * q_len, batch * (kv_heads or heads) * k_len
+    pairs = round(queries * k_len * seen)
+    stored = (queries * 2 + keys * 2) * size * dtype.itemsize + queries * 4
+    if backward:  # reads the result's gradient too, and writes three
+        stored += (queries * 2 + keys * 2) * size * dtype.itemsize
+    products = 5 if backward else 2
+    return Floor(stored, products * 2 * pairs * size, pairs)

@@ -77,6 +77,10 @@ def whole(keys: Tensor) -> Blocks:
     return Blocks(keys, torch.full_like(keys, WHOLE, dtype=torch.int32))
 
 
+def no_tiles(block: int) -> Tensor:
+    return torch.zeros(0, block, block, dtype=torch.bool)
+
+
 def distinct(tiles: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct ones of boolean tiles (n, block, block), and which of them each was."""
     if not len(tiles):

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from .layout_arguments import BLOCKS
 from .layout_blocks import Blocks, distinct, with_real_tensors
-from .layouts import Layout, from_blocks
+from .layouts import Layout
 
 _AT_ONCE = 1 << 22  # elements of masks that are evaluated at a time
 
@@ -91,7 +91,7 @@ def from_block_mask(block_mask: BlockMask) -> Layout:
             masks[some] = (len(tiles) + which).int()
             tiles = torch.cat([tiles, found])
         patterns.append(Blocks(keys, masks))
-    return from_blocks(q_len, k_len, size, range(len(patterns)), patterns, tiles)
+    return Layout.from_blocks(q_len, k_len, size, range(len(patterns)), patterns, tiles)
 
 
 def _dense(counts: Tensor, indices: Any, shape: tuple[int, int]) -> Tensor:

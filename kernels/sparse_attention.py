@@ -1,10 +1,12 @@
 """Block-sparse attention, with derivatives of both orders, on any device.
 
 Three ops, ``zero_fn::block_sparse_attention``, its backward and the backward of that, which know a
-layout by its key. On a CPU the first two run by rows of torch's flash attention, elsewhere in plain
-torch; so does the third everywhere.
+layout by its key. The first two run on CUDA in Triton, on a CPU by rows of torch's flash attention,
+elsewhere in plain torch; so does the third everywhere.
 """
 
+import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -142,6 +144,19 @@ def _seen(key: str, causal: bool) -> Layout:
     return layout.tril() if causal else layout
 
 
+def _triton_takes(q: Tensor) -> bool:
+    return q.device.type == "cuda" and _fits_triton(q) and _triton_is_here()
+
+
+def _fits_triton(q: Tensor) -> bool:
+    return q.shape[-1] <= 256 and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def _triton_is_here() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @torch.library.custom_op("zero_fn::block_sparse_attention", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, layout: str, causal: bool, scale: float
@@ -152,6 +167,10 @@ def _forward(
         return torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full(
             q.shape[:3], -math.inf, dtype=wide
         )
+    if _triton_takes(q):
+        from . import attention_launch
+
+        return attention_launch.forward(q, k, v, bias, seen, scale)
     if q.device.type == "cpu":
         return attention_cpu.forward(q, k, v, bias, seen, scale)
     return attention_rows.forward(q, k, v, bias, seen, scale)
@@ -186,6 +205,12 @@ def _backward(
     seen = _seen(layout, causal)
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if _triton_takes(q):
+        from . import attention_launch
+
+        return attention_launch.backward(
+            grad, grad_log_sum, q, k, v, bias, out, log_sum, seen, scale
+        )
     if q.device.type == "cpu" and grad_log_sum is None:
         return attention_cpu.backward(grad, q, k, v, bias, out, log_sum, seen, scale)
     return attention_rows.backward(grad, grad_log_sum, q, k, v, bias, seen, scale)

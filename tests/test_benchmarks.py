@@ -30,6 +30,15 @@ def test_adam_on_a_cpu() -> None:
     assert "2,664 values" in out
 
 
+def test_attention_on_a_cpu() -> None:
+    out = run(
+        "tests.benchmarks.attention", "--lengths", "512", "--heads", "1", "--repeats", "1",
+        "--threads", "1", "--no-flex",
+    )  # fmt: skip
+    assert "forward + backward" in out
+    assert "dense SDPA" in out
+
+
 def test_peers() -> None:
     out = run(
         "tests.benchmarks.peers", "--tiny", "--eager", "--only", "stage 3", "--repeats", "1",
@@ -47,12 +56,15 @@ def test_gpu_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     out = run("tests.benchmarks.gpu", "--tiny", "--json", str(path), TRITON_INTERPRET="1")
     assert "TB/s" in out
-    for rows in json.loads(path.read_text())["sections"].values():
+    assert "of its own dense time" in out
+    for name, rows in json.loads(path.read_text())["sections"].items():
         assert rows
         for row in rows:
-            # bf16 parameters that round by chance are off by up to a digit, 2^-7
-            limit = 2**-7 if "by chance" in row["what"] else 1e-6
-            assert row["error"] <= limit, row
+            # bf16 parameters that round by chance are off by up to a digit, 2^-7; so is attention
+            # in bf16, whose gradients are made of rounded weights and results
+            limit = 2**-7 if name == "attention" or "by chance" in row["what"] else 1e-6
+            dense = row["what"].endswith("dense") and "density 1," not in row["case"]
+            assert dense or row["error"] <= limit, row
 
 
 def test_gpu_says_what_to_write_without_one() -> None:

@@ -45,6 +45,13 @@ def test_trains_on_one_bit_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert "use stage 0 or 1" in capsys.readouterr().err
 
 
+def test_trains_with_sparse_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "10", "--dp", "2", "--attention", "bigbird"]) == 0
+    out = capsys.readouterr().out
+    assert "bigbird: Layout(128 × 128, any heads, block 16, 25 blocks" in out
+    assert "the first 10 steps run dense, with torch.optim alone: losses agree" in out
+
+
 @pytest.mark.parametrize(
     ("processes", "axes"),
     [
@@ -83,6 +90,7 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
         (["--tp", "4"], "heads=2 is not divisible by the 4 ranks of 'tp'"),
         (["--tp", "2", "--compress", "1bit"], "gradients of slices do not travel compressed"),
         (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
+        (["--attention", "sparse"], "no attention 'sparse'; there are dense, fixed"),
         (["--text", str(tmp_path / "none")], "no such file or folder"),
         (["--text", str(tmp_path / "short")], "5 bytes are too few"),
     ):

@@ -29,6 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="METHOD",
         help="how gradients travel: 1bit, bf16, int8, topk, powersgd",
     )
+    demo.add_argument(
+        "--attention",
+        metavar="NAME",
+        default="dense",
+        help="dense, or a sparse layout: fixed, variable, bigbird, bslongformer, "
+        "local_sliding_window",
+    )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
     given = vars(parser.parse_args(arguments))
     given.pop("command")

@@ -4,6 +4,8 @@ The text is the source code of Python's own standard library, byte by byte, or a
 Everything it prints was measured in the run.
 """
 
+import dataclasses
+import functools
 import math
 import random
 import sysconfig
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +21,7 @@ from . import tree
 from .accumulation import accumulate
 from .collectives import all_gather_invariant, pmean
 from .compiler import jit
+from .kernels import Layout
 from .mesh import Mesh
 from .models import gpt
 from .optim import adamw, onebit_adam, warmup_cosine
@@ -33,6 +37,8 @@ CHECKED = 20  # steps that are run again, dense
 TOLERANCE = 1e-4  # relative, of the losses of float32 runs that add in different orders
 COMPRESSED_TOLERANCE = 0.05  # the same where gradients are rounded or cut
 TEXT_LIMIT = 8 << 20  # bytes of text that are read
+BLOCK = 16  # of sparse layouts: the models of the presets see no more than a few hundred bytes
+ATTENTIONS = ("dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window")
 
 Batch = tuple[Tensor, Tensor]
 
@@ -47,6 +53,7 @@ class Options(NamedTuple):
     preset: str = "small"
     text: Path | None = None
     compress: str | None = None
+    attention: str = "dense"  # one of ATTENTIONS
 
 
 def run(options: Options) -> int:
@@ -60,6 +67,8 @@ def run(options: Options) -> int:
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     config = gpt.preset(options.preset)
     rules = gpt.rules(config) if sliced else None
+    if options.attention != "dense":
+        config = dataclasses.replace(config, attention=layout_of(options.attention, config.length))
     if config.vocabulary < 256:
         raise ValueError(f"preset {options.preset!r} has a vocabulary below the 256 bytes")
     rows = math.ceil(ROWS / options.dp) * options.dp
@@ -68,6 +77,8 @@ def run(options: Options) -> int:
         f"GPT of {config.parameters:,} parameters on {mesh}, stage {options.stage}; "
         f"{rows} × {config.length} bytes a step; text of {len(trained) + len(held_out):,} bytes"
     )
+    if isinstance(config.attention, Layout):
+        console.print(f"{options.attention}: {config.attention}")
 
     def loss_fn(params: PyTree, batch: Batch) -> Tensor:
         return gpt.loss(params, batch, config, "tp" if sliced else None)
@@ -117,7 +128,7 @@ def run(options: Options) -> int:
         sizes = [[held(state.params), held(grads), held(state.opt_state)]]
         return all_gather_invariant(torch.tensor(sizes), axes)
 
-    sizes = spmd(measure, mesh)(state, sample(trained, options.dp, 8, 0)).tolist()
+    sizes = spmd(measure, mesh)(state, sample(trained, options.dp, config.length, 0)).tolist()
     console.print(memory_table(sizes, parameters_of_a_rank(config, options.tp), options))
     if mesh.rank != 0:
         return 0
@@ -127,6 +138,17 @@ def run(options: Options) -> int:
     elif options.compress is not None:
         tolerance = COMPRESSED_TOLERANCE
     return check(console, config, batches[:checked], losses, options.steps, clip, tolerance)
+
+
+def layout_of(name: str, length: int) -> Layout:
+    """The layout of a name that a causal model of this length trains with, for any heads.
+
+    Raises:
+        ValueError: for an unknown name, with the known ones.
+    """
+    if name not in ATTENTIONS[1:]:
+        raise ValueError(f"no attention {name!r}; there are {', '.join(ATTENTIONS)}")
+    return getattr(Layout, name)(length, block=BLOCK, attention="unidirectional").tril()
 
 
 def _decays(path: str, shape: tuple[int, ...]) -> bool:
@@ -221,7 +243,11 @@ def check(
     clip: float | None = CLIP,
     tolerance: float = TOLERANCE,
 ) -> int:
-    """Run the first steps again with torch.autograd and torch.optim alone."""
+    """Run the first steps again with torch.autograd and torch.optim alone, and dense scores."""
+    if isinstance(config.attention, Layout):
+        seen = config.attention.to_dense()
+        scores = functools.partial(F.scaled_dot_product_attention, attn_mask=seen)
+        config = dataclasses.replace(config, attention=scores)
     params = gpt.init(config)
     params = tree.map(lambda x: x.requires_grad_(), params)
     leaves = list({id(x): x for x in tree.leaves(params)}.values())

@@ -13,11 +13,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -36,6 +37,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, Any]  # constexprs and arguments that are None
     options: Mapping[str, int]  # num_warps, num_stages
     tensor_cores: bool = False  # whether it must use them
+    multiples: Sequence[str] = ()  # arguments that are multiples of 16, besides the pointers
 
 
 class Figures(NamedTuple):
@@ -61,13 +63,13 @@ def compile_variant(variant: Variant, capability: int) -> Figures:
         attrs={
             place[name]: [["tt.divisibility", 16]]
             for name, kind in kinds.items()
-            if kind.startswith("*")
+            if kind.startswith("*") or name in variant.multiples
         },
     )
     target = GPUTarget("cuda", capability, 32)
-    binary = triton.compile(source, target=target, options=dict(variant.options)).asm["cubin"]
+    compiled = triton.compile(source, target=target, options=dict(variant.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _dump("--dump-resource-usage", file.name)
         code = _dump("-sass", file.name)
@@ -75,7 +77,7 @@ def compile_variant(variant: Variant, capability: int) -> Figures:
     return Figures(
         used["REG"],
         used["STACK"] + used["LOCAL"],
-        used["SHARED"],
+        compiled.metadata.shared,
         len(re.findall(r"\bLDG\.E\S*\.128\b|\bLDGSTS\.E\S*\.128\b", code)),
         len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
         # the instruction itself: HFMA2.MMA is no tensor-core one
@@ -124,9 +126,54 @@ def _adam(
     return Variant(name, _adam_kernel, signature, constants, {"num_warps": adam_triton.NUM_WARPS})
 
 
+_ATTENTION = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _attention(
+    which: Any, dtype: str, size: int, capability: int, *, bias: bool = False, fine: bool = False
+) -> Variant:
+    """A kernel of block-sparse attention with the tile that it is launched with."""
+    from zero_fn.kernels import attention_tiles, attention_triton
+
+    tiles = attention_tiles.tiles_for(which, _ATTENTION[dtype], size, capability, bias)
+    tile = tiles[-1 if fine else 0]
+    kernel = getattr(attention_triton, f"{which}_kernel")
+    data = dict.fromkeys(("grad", "q", "k", "v", "bias", "out", "dq", "dk", "dv"), f"*{dtype}")
+    data |= dict.fromkeys(("log_sum", "grad_log_sum", "delta"), "*fp32")
+    tables = ("firsts", "order", "others", "masks", "patterns")
+    data |= dict.fromkeys(tables, "*i32") | {"table": "*u8", "scale": "fp32"}
+    signature = {name: data.get(name, "i32") for name in kernel.arg_names}
+    constants = {"SIZE": size, "PADDED": attention_tiles.padded(size), "ROWS": tile.rows}
+    constants |= {"COLUMNS": tile.columns, "EVEN": True, "EVEN_KEYS": True, "INTERPRETED": False}
+    constants["PRECISION"] = attention_tiles.precision(_ATTENTION[dtype], size)
+    constants |= {"bias": None} if not bias else {}
+    constants |= {"grad_log_sum": None} if which == "dq" else {}
+    # As Triton specialises the strides of contiguous tensors of such sizes.
+    strides = [f"{name}_{dim}" for name in ("q", "k", "v") for dim in "bhl"]
+    name = f"attention {which}: {dtype}, head size {size}{', bias' * bias}{', small blocks' * fine}"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    cores = constants["PRECISION"] != "ieee" or dtype != "fp32"
+    return Variant(name, lambda: kernel, signature, constants, options, cores, strides)
+
+
+def _attentions(capability: int) -> Iterator[Variant]:
+    for which in ("forward", "dq", "dkv"):
+        for size in (16, 32, 64, 128, 256):
+            for dtype in ("bf16", "fp32"):
+                yield _attention(which, dtype, size, capability)
+        yield _attention(which, "fp16", 64, capability)
+        yield _attention(which, "bf16", 80, capability)
+        yield _attention(which, "bf16", 64, capability, bias=True)
+        yield _attention(which, "bf16", 128, capability, bias=True)
+        yield _attention(which, "bf16", 256, capability, bias=True)
+        yield _attention(which, "bf16", 64, capability, fine=True)
+        yield _attention(which, "bf16", 128, capability, fine=True)
+        yield _attention(which, "fp32", 64, capability, bias=True)
+
+
 @functools.cache
-def variants() -> tuple[Variant, ...]:
-    """Every shipped variant; names are ``kernel: variant``."""
+def variants(capability: int) -> tuple[Variant, ...]:
+    """Every shipped variant as it is launched on sm_``capability``; names: ``kernel: variant``."""
     full, mixed, half = ("fp32",) * 4, ("fp32", "bf16", "fp32", "fp32"), ("bf16", "bf16")
     return (
         _adam("adam: float32, in place", *full),
@@ -137,7 +184,12 @@ def variants() -> tuple[Variant, ...]:
         _adam("adam: bf16 gradients and working copy", *mixed, copy="bf16", scaled=True),
         _adam("adam: bf16 parameters by chance", *half, "fp32", "fp32", by_chance=True),
         _adam("adam: all bf16, pure", *half, *half, pure=True),
+        *_attentions(capability),
     )
+
+
+def names() -> list[str]:
+    return [variant.name for variant in variants(CAPABILITIES[0])]
 
 
 def table() -> dict[str, Any]:
@@ -146,10 +198,10 @@ def table() -> dict[str, Any]:
     def figures(job: tuple[Variant, int]) -> dict[str, int]:
         return compile_variant(*job)._asdict()
 
-    jobs = [(variant, capability) for variant in variants() for capability in CAPABILITIES]
+    jobs = [(variant, c) for c in CAPABILITIES for variant in variants(c)]
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(figures, jobs))
-    rows: dict[str, Any] = {variant.name: {} for variant in variants()}
+    rows: dict[str, Any] = {name: {} for name in names()}
     for (variant, capability), row in zip(jobs, done, strict=True):
         rows[variant.name][f"sm_{capability}"] = row
     return {"triton": triton.__version__, "variants": rows}

@@ -10,10 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_fn.kernels import dense_attention, fused_adamw, sign_pack
+from zero_fn.kernels import (
+    Layout,
+    block_sparse_attention,
+    dense_attention,
+    fused_adamw,
+    sign_pack,
+)
 from zero_fn.kernels.flash_attention import attention_formula
 from zero_fn.kernels.ops import Batch, InDims, Run, Static, differentiable, leading
 from zero_fn.kernels.reference import adamw_leaf
+from zero_fn.kernels.reference import attention_formula as sparse_formula
 
 Function = Callable[..., Any]  # of tensors, to a tensor or a tuple of them
 
@@ -66,6 +73,22 @@ def _attention_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _attention_arguments() -> list[Tensor]:
     return [torch.randn(2, 2, 5, 4, dtype=torch.float64) for _ in range(3)]
+
+
+_LAYOUT = Layout.document([7, 0, 13], block=16)
+
+
+def _sparse_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return block_sparse_attention(q, k, v, _LAYOUT, causal=True, return_lse=True)
+
+
+def _sparse_formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return sparse_formula(q, k, v, _LAYOUT.to_dense().tril(), 0.5)
+
+
+def _sparse_arguments() -> list[Tensor]:
+    """Two heads share keys."""
+    return [torch.randn(1, heads, 20, 4, dtype=torch.float64) for heads in (2, 1, 1)]
 
 
 # A kernel with a backward of its own: x y², so that the derivatives of both differ.
@@ -161,6 +184,15 @@ KERNELS = [
         _attention_formula,
         _attention_arguments,
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        every=range(3),
+        some=(1,),
+    ),
+    Kernel(
+        "block-sparse attention",
+        _sparse_attention,
+        _sparse_formula,
+        _sparse_arguments,
+        "zero_fn::block_sparse_attention",
         every=range(3),
         some=(1,),
     ),

@@ -1,6 +1,7 @@
 """Block-sparse attention on a CPU: equal to the formula, in every context of torch.func."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_fn as zf
@@ -86,6 +88,17 @@ def test_log_sum_and_its_gradient(name: str) -> None:
     argnums = (0, 1, 2)
     got = torch.func.grad(scalar(ours), argnums)(*qkv)
     torch.testing.assert_close(got, torch.func.grad(scalar(formula), argnums)(*qkv))
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "own patterns"])
+def test_equals_flex_attention(name: str) -> None:
+    layout = CASES[name].layout
+    qkv, _ = inputs(CASES[name], torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of running slowly, where it is not compiled
+        want = flex_attention(*qkv, block_mask=layout.to_block_mask())
+    got = block_sparse_attention(*qkv, layout)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_seen_passes_nothing() -> None:

@@ -11,9 +11,9 @@ Heads, hidden units and vocabulary are then divided among its ranks.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from zero_fn.collectives import axis_size, pscatter, pvary
-from zero_fn.kernels import dense_attention
+from zero_fn.kernels import Layout, block_sparse_attention, dense_attention
 from zero_fn.sliced_layers import (
     column_linear,
     row_linear,
@@ -32,6 +32,7 @@ from zero_fn.sliced_layers import (
 from zero_fn.slicing import Rules, SliceRule
 
 Params = dict[str, Any]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Cut(NamedTuple):
@@ -63,9 +64,14 @@ class Config:
         tied: whether the output head is the token embedding.
         kv_heads: heads of keys and values, each shared by as many query heads; divides ``heads``.
             None: one for each query head.
+        attention: ``"dense"``: each token sees itself and all before it; or a layout: those of
+            them that it holds; or a function of queries, keys and values, each (batch, heads,
+            length, head size). A layout is for sequences of exactly its length, for any number of
+            heads or for ``heads``.
 
     Raises:
-        ValueError: if the heads do not divide the width, or the key and value heads the heads.
+        ValueError: if the heads do not divide the width, or the key and value heads the heads; if
+            the layout does not fit.
     """
 
     vocabulary: int = 256
@@ -75,12 +81,27 @@ class Config:
     width: int = 64
     tied: bool = True
     kv_heads: int | None = None
+    attention: Literal["dense"] | Layout | Attend = "dense"
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"heads={self.heads} does not divide width={self.width}")
         if self.groups < 1 or self.heads % self.groups:
             raise ValueError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+        layout = self.attention
+        if isinstance(layout, str) and layout != "dense":
+            raise ValueError(
+                f"attention={layout!r}; 'dense' or a Layout: Layout.bigbird({self.length}, "
+                "attention='unidirectional'), say"
+            )
+        if not isinstance(layout, Layout):
+            return
+        if layout.q_len != layout.k_len or layout.q_len > self.length:
+            raise ValueError(
+                f"attention={layout!r}; as many keys as queries, and at most length={self.length}"
+            )
+        if layout.heads not in (1, self.heads):
+            raise ValueError(f"attention={layout!r}; for any heads, or {self.heads}")
 
     @property
     def groups(self) -> int:
@@ -296,7 +317,7 @@ def attention(
     q, k, v = heads.split([group * shared, shared, shared], 1)
     if group > 1:
         k, v = (repeat(x, "b h l d -> b (h group) l d", group=group) for x in (k, v))
-    mixed = rearrange(dense_attention(q, k, v, causal=True), "b h l d -> b l (h d)")
+    mixed = rearrange(causal_attention(config.attention)(q, k, v), "b h l d -> b l (h d)")
     return row_linear(mixed, block["out"]["weight"], block["out"]["bias"], **cut._asdict())
 
 
@@ -307,6 +328,15 @@ def mlp(
     hidden = column_linear(x, block["up"]["weight"], block["up"]["bias"], **cut._asdict())
     hidden = F.gelu(hidden, approximate="tanh")
     return row_linear(hidden, block["down"]["weight"], block["down"]["bias"], **cut._asdict())
+
+
+def causal_attention(kind: Literal["dense"] | Layout | Attend) -> Attend:
+    """The function that ``Config.attention`` means."""
+    if isinstance(kind, str):
+        return lambda q, k, v: dense_attention(q, k, v, causal=True)
+    if isinstance(kind, Layout):
+        return lambda q, k, v: block_sparse_attention(q, k, v, kind, causal=True)
+    return kind
 
 
 def layer_norm(x: Tensor, weights: Params, cut: Cut = WHOLE) -> Tensor:
