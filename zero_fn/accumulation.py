@@ -46,7 +46,7 @@ def accumulate(
         if not reduce:
             params = tree.map(_own, params, is_leaf=is_piece)
         nodes, treedef = tree.flatten(params, is_piece)
-        leaves = [_Leaf(node) for node in nodes]
+        leaves = [AccumulatedLeaf(node) for node in nodes]
         ranks = axis_size(axis)
         share = 1 / (microbatches * (ranks if reduce else 1))
 
@@ -55,7 +55,7 @@ def accumulate(
             return loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch) * share
 
         values = []
-        for part in _parts(batch, microbatches):
+        for part in cut_batch(batch, microbatches):
             grads, value = grad_and_value(loss)([leaf.value for leaf in leaves], part)
             values.append(value)
             for leaf, g in zip(leaves, grads, strict=True):
@@ -83,7 +83,7 @@ def _own(node: Any) -> Any:
     return node.whole(node.local)
 
 
-class _Leaf:
+class AccumulatedLeaf:
     """One leaf on its way through the micro-batches: what it is for them, and its gradient so far.
 
     A piece that is gathered once stands here whole, with the pullback that reduces its gradient.
@@ -113,21 +113,26 @@ class _Leaf:
         return self.node.like(self.pullback(g)[0])
 
 
-def _parts(batch: PyTree, count: int) -> list[PyTree]:
-    """The batch, cut along dimension 0 into equal parts."""
+def cut_batch(batch: PyTree, count: int, *, uneven: bool = False) -> list[PyTree]:
+    """The batch, cut along dimension 0 into equal parts, or ones that differ by a row at most.
+
+    Raises:
+        ValueError: for a tensor that cannot be cut so, with its key path.
+    """
     if count == 1:
         return [batch]
 
     def cut(path: str, x: Any) -> list[Any]:
         if not isinstance(x, Tensor):
             return [x] * count
-        if x.ndim == 0 or x.shape[0] % count:
+        if x.ndim == 0 or (x.shape[0] < count if uneven else x.shape[0] % count):
             where = f"the batch at {path!r}" if path else "the batch"
+            wrong = "has fewer rows than" if uneven and x.ndim else "is not divisible by"
             raise ValueError(
-                f"{where}: a rank has a tensor of shape {tuple(x.shape)}, and dimension 0 is not "
-                f"divisible by microbatches={count}"
+                f"{where}: a rank has a tensor of shape {tuple(x.shape)}, and dimension 0 {wrong} "
+                f"microbatches={count}"
             )
-        return list(x.chunk(count))
+        return list(x.tensor_split(count))
 
     leaves, treedef = tree.flatten(batch)
     columns = [cut(path, x) for path, x in zip(tree.paths(batch), leaves, strict=True)]
