@@ -63,8 +63,8 @@ class StageParams:
                 known = [named[name] for name in names if name in named]
                 if not known:
                     raise ValueError(
-                        f"the params of the stages: {path!r} is tied to {node.to!r}, which is in no "
-                        f"stage here; there are {list(named)}"
+                        f"the params of the stages: {path!r} is tied to {node.to!r}, which is "
+                        f"in no stage here; there are {list(named)}"
                     )
                 uses.append(known[0])
             found[stage] = StageParams(nodes, treedef, uses)

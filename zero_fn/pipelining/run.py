@@ -13,7 +13,6 @@ pipeline. Numbers are those of the unpipelined loss, up to the order of sums.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from .. import tree
 from ..accumulation import cut_batch
@@ -130,7 +129,9 @@ class Pipeline:
     def _checked(self, params: Sequence[PyTree]) -> Sequence[PyTree]:
         if not isinstance(params, tuple | list) or len(params) != len(self.stages):
             got = (
-                f"{len(params)} of them" if isinstance(params, tuple | list) else type(params).__name__
+                f"{len(params)} of them"
+                if isinstance(params, tuple | list)
+                else type(params).__name__
             )
             raise ValueError(
                 f"params is a tuple of the stages' trees, and there are {len(self.stages)} stages; "
@@ -157,8 +158,8 @@ class Pipeline:
         raise ValueError(
             f"the schedule {name!r} runs {wants}, and the pipeline has {count} stages"
             + (f" on the {ranks} ranks of axis {self.axis!r}" if ranks else "")
-            + "; cut the model into another number of stages (zf.partition), or, for several a rank, "
-            "use 'interleaved' with chunks=..."
+            + "; cut the model into another number of stages (zf.partition), or, for several a "
+            "rank, use 'interleaved' with chunks=..."
         )
 
 

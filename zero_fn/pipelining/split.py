@@ -101,7 +101,7 @@ def traced_program(body: Body, params: Tensors, carry: Tensors, part: Tensors) -
     module.graph.eliminate_dead_code()
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
     (output,) = [node for node in module.graph.nodes if node.op == "output"]
-    inputs, results = _cut(given, counts), _cut(output.args[0], found)  # type: ignore[arg-type]
+    inputs, results = _cut(given, counts), _cut(output.args[0], found)
     return _programs(module, inputs, results)
 
 

@@ -190,9 +190,7 @@ class Work:
         """A stage as a function of tensors, which notes what its results are."""
         f, last = self.stages[stage], stage == len(self.stages) - 1
 
-        def body(
-            tensors: Tensors, carry: Tensors, microbatch: Tensors
-        ) -> tuple[Tensors, Tensors]:
+        def body(tensors: Tensors, carry: Tensors, microbatch: Tensors) -> tuple[Tensors, Tensors]:
             out = f(
                 params.whole(tensors),
                 join_tensors(carry, carry_static),
@@ -231,9 +229,9 @@ def failure(stages: Sequence[StageFn], action: Action, error: Exception) -> Pipe
         return error
     text = f"{type(error).__name__}: {error}"
     if "DataDependent" in text:
-        text += (
-            ". A stage is traced once and its graph is run, so it cannot branch on a value: write "
-            "torch.where"
+        text = (
+            f"{text.splitlines()[0].strip()}. A stage is traced once and its graph is run, so it "
+            "cannot branch on a value: write torch.where"
         )
     return PipelineError(
         f"{_WORDS[action.kind]} of stage {action.stage} ({name_of(stages[action.stage])!r}) failed "
@@ -248,13 +246,13 @@ def _loss(out: Any) -> tuple[Tensors, Tensors]:
     loss, *weight = out if pair else (out,)
     if not isinstance(loss, Tensor) or loss.ndim or not differentiable(loss):
         raise TypeError(
-            f"the last stage returns the loss, a 0-dim floating-point tensor, or a pair of the mean "
-            f"loss and its weight (the number of tokens, say); it returned {_described(out)}"
+            "the last stage returns the loss, a 0-dim floating-point tensor, or a pair of the "
+            f"mean loss and its weight (the number of tokens, say); it returned {_described(out)}"
         )
     if len(weight) > 1 or any(not isinstance(x, Tensor) or x.ndim for x in weight):
         raise TypeError(
-            f"the last stage returned {_described(out)}; beside the loss there is one 0-dim tensor, "
-            "its weight"
+            f"the last stage returned {_described(out)}; beside the loss there is one 0-dim "
+            "tensor, its weight"
         )
     return [loss], [x.detach() for x in weight]
 
