@@ -107,6 +107,8 @@ class AccumulatedLeaf:
         self.sum = g if self.sum is None else tree.map(torch.add, self.sum, g)
 
     def gradient(self) -> Any:
+        if self.sum is None:  # nothing used it
+            return tree.map(torch.zeros_like, self.node)
         return self.sum if self.each else self._reduced(self.sum)
 
     def _reduced(self, g: Tensor) -> Sharded:

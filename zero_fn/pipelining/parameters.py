@@ -12,6 +12,7 @@ from .. import tree
 from ..accumulation import AccumulatedLeaf
 from ..sharding import Sharded, Tied, is_piece, unshard
 from ..tree import PyTree, Tensor
+from .staging import without_copies
 
 
 class StageParams:
@@ -76,7 +77,9 @@ class StageParams:
             leaf.value.like(x) if isinstance(leaf.value, Sharded) else x
             for leaf, x in zip(self.leaves, tensors, strict=True)
         ]
-        return unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
+        return without_copies(
+            unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
+        )
 
     def add(self, grads: list[Tensor]) -> None:
         """Add one micro-batch's gradients by ``tensors``."""

@@ -13,15 +13,31 @@ pipeline. Numbers are those of the unpipelined loss, up to the order of sums.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from .. import tree
 from ..accumulation import cut_batch
+from ..collectives import psum
 from ..mesh import Axis, bound_axes
 from ..tree import PyTree, Tensor
 from .builders import Builder, pipeline_schedule
+from .exchange import Exchange
+from .outlines import Outline, outlines
 from .schedule import Action, Schedule
-from .timeline import timeline
+from .staging import (
+    Look,
+    Staged,
+    collect_stages,
+    is_staged,
+    place_stages,
+    sum_over_ranks,
+    tie_stages,
+)
+from .timeline import timeline, with_communication
 from .work import Programs, StageFn, Work, can_keep_programs, scaled
+
+# The gradients of the stages, the sum of the losses, and that of their weights if they have any.
+_Results = tuple[list[PyTree], Tensor, Tensor | None]
 
 
 def pipeline(
@@ -94,6 +110,7 @@ class Pipeline:
         self.uneven, self.options = uneven, options
         self._schedule, self._schedules = schedule, {}  # type: Any, dict[int | None, Schedule]
         self._programs: Programs = {}
+        self._outlines: dict[Any, list[Outline]] = {}
         self.schedule()
 
     def schedule(self, ranks: int | None = None) -> Schedule:
@@ -107,26 +124,102 @@ class Pipeline:
         return self._schedules[ranks]
 
     def __call__(self, params: Sequence[PyTree], batch: PyTree) -> tuple[PyTree, Tensor]:
-        trees = dict(enumerate(self._checked(params)))
+        self._check(params)
         parts = cut_batch(batch, self.microbatches, uneven=self.uneven)
-        programs = self._programs if can_keep_programs(trees, batch) else {}
-        work = Work(self.stages, trees, parts, self._shares(parts), programs)
         axis = self._axis()
-        schedule = self.schedule(None if axis is None else axis.size)
-        for action in _in_time(schedule):
+        if axis is None or axis.token is not None:
+            of_stages, value, weight = self._all_ranks(params, parts, axis)
+        else:
+            of_stages, value, weight = self._one_rank(params, parts, axis)
+        grads: PyTree = tuple(of_stages) if isinstance(params, tuple) else of_stages
+        if weight is not None:
+            grads, value = scaled(grads, weight), value / weight
+        return grads, value
+
+    def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Keep of the stages' parameters those that live on this rank; call it inside ``spmd``.
+
+        Where ranks are processes, each then holds its own stages' trees, and the function takes
+        and gives such. Elsewhere all stages stay. Leaves that are the same tensor are tied from
+        here on: they stay equal through every optimizer.
+
+        Args:
+            params: a tuple of the stages' trees, the same on all ranks of the axis; as they are,
+                or cut by :func:`zero_fn.shard`.
+        """
+        self._check(params)
+        axis, tied = self._axis(), tie_stages(params)
+        if axis is None or axis.token is not None:
+            return tied
+        return place_stages(tied, self.schedule(axis.size).placement, axis.name, axis.place)
+
+    def collect(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """All stages' parameters on every rank, from placed ones; call it inside ``spmd``."""
+        self._check(params)
+        return collect_stages(params) if is_staged(params) else tuple(params)
+
+    def _all_ranks(
+        self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis | None
+    ) -> _Results:
+        """The step in one process, every rank's actions in the order of time."""
+        programs = self._programs if can_keep_programs(params, parts) else {}
+        trees = dict(enumerate(params))
+        work = Work(self.stages, trees, parts, self._shares(parts), programs)
+        for action in _in_time(self.schedule(None if axis is None else axis.size)):
             work.compute(action)
         value, weight = work.sums()
         assert value is not None
-        grads: PyTree = tuple(work.params[stage].gradient() for stage in trees)
-        if weight is not None:
-            grads, value = scaled(grads, weight), value / weight
-        return grads if isinstance(params, tuple) else list(grads), value
+        return [work.params[stage].gradient() for stage in trees], value, weight
+
+    def _one_rank(self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis) -> _Results:
+        """One rank's part of the step, where ranks are processes."""
+        lasting = can_keep_programs(params, parts)
+        schedule = _with_messages(self.schedule(axis.size))
+        placed = is_staged(params)
+        trees = dict(enumerate(params))
+        if placed:
+            trees = {stage: node.local for stage, node in trees.items() if node.here}
+        if placed and tuple(trees) != schedule.stages_of(axis.place):
+            raise ValueError(
+                f"the params of stages {[*trees]} are here, and the schedule {schedule.name!r} has "
+                f"stages {[*schedule.stages_of(axis.place)]} on rank {axis.place}; place them with "
+                "the same pipeline, pipeline.place(params)"
+            )
+        looks = [node.looks() for node in params] if placed else params
+        shapes = [self._outlined(looks, part, number, lasting) for number, part in enumerate(parts)]
+        work = Work(
+            self.stages, trees, parts, self._shares(parts), self._programs if lasting else {}
+        )
+        exchange = Exchange(work, schedule, axis, shapes, tracing=not lasting)
+        exchange.run()
+        value, weight = exchange.agree(work.sums())
+        grads = {stage: work.params[stage].gradient() for stage in trees}
+        if placed:
+            summed = sum_over_ranks(grads, params, axis.name)
+            return (
+                [Staged(summed.get(stage), node.home) for stage, node in enumerate(params)],
+                value,
+                weight,
+            )
+        return [tree.map(lambda g: psum(g, axis.name), grads[s]) for s in grads], value, weight
+
+    def _outlined(
+        self, looks: Sequence[PyTree], part: PyTree, microbatch: int, lasting: bool
+    ) -> list[Outline]:
+        """What the stages hand on; run on fake tensors for the first such micro-batch."""
+        leaves, treedef = tree.flatten((list(looks), part))
+        seen = tuple(Look.of(x) if isinstance(x, Tensor) else x for x in leaves)
+        key = treedef, seen, tuple((axis.name, axis.size) for axis in bound_axes().values())
+        known = self._outlines if lasting else {}
+        if key not in known:
+            known[key] = outlines(self.stages, looks, part, microbatch)
+        return known[key]
 
     def _axis(self) -> Axis | None:
         axis = bound_axes().get(self.axis)
         return None if axis is None or axis.size == 1 else axis
 
-    def _checked(self, params: Sequence[PyTree]) -> Sequence[PyTree]:
+    def _check(self, params: Sequence[PyTree]) -> None:
         if not isinstance(params, tuple | list) or len(params) != len(self.stages):
             got = (
                 f"{len(params)} of them"
@@ -137,7 +230,6 @@ class Pipeline:
                 f"params is a tuple of the stages' trees, and there are {len(self.stages)} stages; "
                 f"got {got}. A stage without parameters has ()"
             )
-        return params
 
     def _shares(self, parts: Sequence[PyTree]) -> list[float]:
         """What each micro-batch's loss counts: its share of the rows."""
@@ -168,3 +260,8 @@ def _in_time(schedule: Schedule) -> list[Action]:
     """The actions of all ranks in the order in which they start."""
     events = [event for rank in timeline(schedule).events for event in rank]
     return [event.action for event in sorted(events, key=lambda event: event.start)]
+
+
+@functools.lru_cache(64)
+def _with_messages(schedule: Schedule) -> Schedule:
+    return schedule if schedule.communicates else with_communication(schedule)

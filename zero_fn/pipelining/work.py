@@ -31,6 +31,10 @@ _WORDS = {
     "B": "the backward",
     "I": "the input's gradient",
     "W": "the weights' gradient",
+    "SEND_F": "sending the carry",
+    "RECV_F": "receiving the carry",
+    "SEND_B": "sending the carry's gradient",
+    "RECV_B": "receiving the carry's gradient",
 }
 
 
@@ -223,7 +227,9 @@ def scaled(grads: PyTree, total: Tensor) -> PyTree:
     return tree.unflatten(tree.flatten(grads)[1], divided)
 
 
-def failure(stages: Sequence[StageFn], action: Action, error: Exception) -> PipelineError:
+def failure(
+    stages: Sequence[StageFn], action: Action, error: Exception, hint: str = ""
+) -> PipelineError:
     """The error that names what failed."""
     if isinstance(error, PipelineError):
         return error
@@ -235,7 +241,8 @@ def failure(stages: Sequence[StageFn], action: Action, error: Exception) -> Pipe
         )
     return PipelineError(
         f"{_WORDS[action.kind]} of stage {action.stage} ({name_of(stages[action.stage])!r}) failed "
-        f"on micro-batch {action.microbatch} (action {action}): {text}",
+        f"on micro-batch {action.microbatch} (action {action}): {text}"
+        + (f". {hint}" if hint else ""),
         action,
     )
 
