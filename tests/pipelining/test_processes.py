@@ -1,14 +1,19 @@
 """A pipeline on processes: each rank its own stages, the numbers of the dense step."""
 
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
 
 import zero_fn as zf
-from tests.processes import run_on_processes
+from tests.processes import ProcessPool, RankError, run_on_processes
+from zero_fn import tree
+from zero_fn.graphs import op_name
+from zero_fn.pipelining.work import PipelineError
 
-from .stages import CUTS, assert_same, batches, dense, dense_run, make
+from .stages import CUTS, assert_same, batches, block, dense, dense_run, embed, make, plain, tail
 
 
 def once(ranks: int, stages: int, microbatches: int, name: str, placed: bool, tied: bool) -> Any:
@@ -109,3 +114,102 @@ def test_simulated_ranks_train_alike(name: str, stages: int, jitted: bool) -> No
     want = dense_run(CUTS[stages], make(CUTS[stages], tied=True), batches(3), clip=0.5)
     for axes in ({"pp": 2, "dp": 2}, {"dp": 2, "pp": 2}, {"dp": 1, "pp": 2}):
         assert_trained([train(axes, stages, name, 1, 3, jitted)], want)
+
+
+def two_steps() -> Any:
+    """A step that fails on one micro-batch of one stage, and a good one after it."""
+    mesh = zf.Mesh(pp=2)
+    pipe = zf.pipeline([embed, picks_last], 4)
+    params = zf.spmd(pipe.place, mesh)(make([embed, tail]))
+    good, bad = torch.zeros(16, dtype=torch.int64), torch.zeros(16, dtype=torch.int64)
+    bad[9] = 6  # what it indexes has rows 0 to 6
+    heard: list[Any] = []
+    for tokens in (bad, good):
+        try:
+            _, value = zf.spmd(pipe, mesh)(params, (tokens, tokens))
+            heard.append(value.isfinite().item())
+        except PipelineError as error:
+            heard.append((str(error), str(error.action)))
+    return heard
+
+
+def picks_last(params: Any, carry: Any, batch: Any) -> Any:
+    return tail(params, {**carry, "x": carry["x"] + params["out"][batch[0] + 1]}, batch)
+
+
+def test_a_stage_that_raises_stops_every_rank() -> None:
+    text = "the forward of stage 1 ('picks_last') failed on micro-batch 2 (action 1F2): IndexError"
+    for rank, heard in enumerate(run_on_processes(2, two_steps)):
+        (message, action), fine = heard
+        assert text in message
+        assert (action == "1F2") if rank == 1 else message.startswith("rank 1 of 'pp': ")
+        assert fine is True
+
+
+def mismatched(ranks: int) -> Any:
+    cut, (batch,) = CUTS[4], batches()
+    mesh = zf.Mesh(pp=ranks)
+    pipe = zf.pipeline([embed, block, plain, block], 4)
+    params = zf.spmd(pipe.place, mesh)(make(cut))
+    try:
+        zf.spmd(pipe, mesh)(params, batch)
+    except PipelineError as error:
+        return str(error)
+
+
+def test_a_carry_that_does_not_fit_is_found_on_every_rank() -> None:
+    for message in run_on_processes(4, mismatched, 4):
+        assert "forward of stage 3 ('block') failed on micro-batch 0 (action 3F0)" in message
+
+
+def leaves_or_sleeps(timeout: float, way: str) -> Any:
+    cut, (batch,) = CUTS[2], batches()
+    mesh = zf.Mesh(pp=2, timeout=timeout)
+    pipe = zf.pipeline(cut, 4)
+    params = zf.spmd(pipe.place, mesh)(make(cut))
+    zf.spmd(pipe, mesh)(params, batch)
+    if mesh.rank == 1:
+        if way == "dies":
+            os._exit(1)
+        time.sleep(60)
+    zf.spmd(pipe, mesh)(params, batch)
+
+
+@pytest.mark.parametrize("way", ["dies", "sleeps"])
+def test_a_rank_that_is_gone_stops_the_others(way: str) -> None:
+    pool = ProcessPool(2, time_limit=60)
+    start = time.monotonic()
+    # whichever of its messages is the first to wait for the other rank
+    text = r"rank 0: (.|\n)*(RECV_B|SEND_F)(.|\n)*Rank 1 of axis 'pp' may have ended, or be stuck"
+    with pytest.raises(RankError, match=text):
+        pool.run(leaves_or_sleeps, 5.0, way)
+    assert time.monotonic() - start < 45
+
+
+def test_an_abstract_rank() -> None:
+    """Rank 0's program of 4, on fake tensors: its stage's memory, and its messages."""
+    cut, (batch,) = CUTS[4], batches()
+    mesh = zf.Mesh(pp=4, dp=2).abstract()
+    pipe = zf.pipeline(cut, 4)
+    params = zf.spmd(lambda p: pipe.place(zf.shard(p, 1)), mesh)(make(cut))
+    assert len(tree.leaves(params)) == 1  # the embedding
+    program = zf.jit(zf.spmd(pipe, mesh)).trace(params, batch)
+    names = [op_name(node) for node in program.graph_module.graph.nodes]
+    # two tensors forwards, one of them with a gradient, for 4 micro-batches
+    assert names.count("zero_fn::send") == 8
+    assert names.count("zero_fn::receive") == names.count("zero_fn::received") == 4
+
+
+def test_params_are_placed_together_and_for_one_schedule() -> None:
+    run_on_processes(2, misplaced)
+
+
+def misplaced() -> None:
+    cut, (batch,) = CUTS[4], batches()
+    mesh = zf.Mesh(pp=2)
+    pipe, other = zf.pipeline(cut, 4, "zbv"), zf.pipeline(cut, 4, "interleaved")
+    params = zf.spmd(pipe.place, mesh)(make(cut))
+    with pytest.raises(ValueError, match="some of the stages' params are placed"):
+        zf.spmd(pipe, mesh)((*params[:3], make(cut)[3]), batch)
+    with pytest.raises(ValueError, match=r"'interleaved' has stages \[.*\] on rank .; place them"):
+        zf.spmd(other, mesh)(params, batch)
