@@ -6,7 +6,9 @@ before each block, learned positions, GELU, output head tied to the embedding).
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from zero_fn.kernels import dense_attention
+from zero_fn.pipelining.partition import partition
 
 Params = dict[str, Any]
 
@@ -122,17 +125,7 @@ def apply(
     Raises:
         ValueError: if the sequence is longer than the configuration's.
     """
-    length = tokens.shape[-1]
-    if length > config.length:
-        raise ValueError(
-            f"a sequence of {length} tokens; the configuration ends at {config.length}"
-        )
-    x = F.embedding(tokens, params["tokens"]) + params["positions"][:length]
-    for block in params["blocks"]:
-        x = x + attention(block, layer_norm(x, block["norm1"]), config.heads)
-        hidden = F.gelu(linear(layer_norm(x, block["norm2"]), block["up"]), approximate="tanh")
-        x = x + linear(hidden, block["down"])
-    return F.linear(layer_norm(x, params["norm"]), params["head"])
+    return logits(params, transform(params["blocks"], embed(params, tokens, config), config))
 
 
 def loss(
@@ -142,7 +135,43 @@ def loss(
 ) -> Float[Tensor, ""]:
     """The mean cross-entropy, in nats a token."""
     tokens, targets = batch
-    logits = apply(params, tokens, config)
+    return cross_entropy(apply(params, tokens, config), targets)
+
+
+def embed(
+    params: Params, tokens: Int[Tensor, "batch length"], config: Config
+) -> Float[Tensor, "batch length width"]:
+    """Token embeddings with their positions: what enters the residual stream."""
+    length = tokens.shape[-1]
+    if length > config.length:
+        raise ValueError(
+            f"a sequence of {length} tokens; the configuration ends at {config.length}"
+        )
+    return F.embedding(tokens, params["tokens"]) + params["positions"][:length]
+
+
+def transform(
+    blocks: Sequence[Params], x: Float[Tensor, "batch length width"], config: Config
+) -> Float[Tensor, "batch length width"]:
+    """The residual stream past some blocks."""
+    for block in blocks:
+        x = x + attention(block, layer_norm(x, block["norm1"]), config.heads)
+        hidden = F.gelu(linear(layer_norm(x, block["norm2"]), block["up"]), approximate="tanh")
+        x = x + linear(hidden, block["down"])
+    return x
+
+
+def logits(
+    params: Params, x: Float[Tensor, "batch length width"]
+) -> Float[Tensor, "batch length vocabulary"]:
+    """The logits from the residual stream's end."""
+    return F.linear(layer_norm(x, params["norm"]), params["head"])
+
+
+def cross_entropy(
+    logits: Float[Tensor, "batch length vocabulary"], targets: Int[Tensor, "batch length"]
+) -> Float[Tensor, ""]:
+    """The mean over all tokens, in nats."""
     return F.cross_entropy(
         rearrange(logits, "b l v -> (b l) v"), rearrange(targets, "b l -> (b l)")
     )
@@ -165,3 +194,55 @@ def linear(x: Tensor, weights: Params) -> Tensor:
 def layer_norm(x: Tensor, weights: Params) -> Tensor:
     """Layer normalisation over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], weights["scale"], weights["shift"])
+
+
+# The same model cut into the stages of a pipeline: ``zf.pipeline(stages(config, n), microbatches)``
+# with ``split_params(params, config, n)``.
+
+Stage = Callable[[Params, Any, Any], Any]
+
+
+def stages(config: Config, n: int) -> list[Stage]:
+    """The model as ``n`` functions (params, carry, micro-batch) to a carry, the last to the loss.
+
+    Raises:
+        ValueError: if there are fewer layers than stages; the embedding and the head count.
+    """
+    return [
+        functools.partial(_stage, config, first=stage == 0, last=stage == n - 1)
+        for stage in range(len(_layers(config, n)))
+    ]
+
+
+def split_params(params: Params, config: Config, n: int) -> tuple[Params, ...]:
+    """The parameters of each of the :func:`stages`; the tensors are the same, ties too."""
+    cut = []
+    for stage, layers in enumerate(_layers(config, n)):
+        inner = range(max(layers.start, 1), min(layers.stop, config.layers + 1))
+        part: Params = {"blocks": [params["blocks"][layer - 1] for layer in inner]}
+        if stage == 0:
+            part |= {name: params[name] for name in ("tokens", "positions")}
+        if stage == n - 1:
+            part |= {name: params[name] for name in ("norm", "head")}
+        cut.append(part)
+    return tuple(cut)
+
+
+def _layers(config: Config, n: int) -> tuple[range, ...]:
+    """The layers of each stage: the embedding, the blocks, the head, balanced by arithmetic."""
+    if config.layers + 2 < n:
+        raise ValueError(
+            f"{config.layers} blocks, the embedding and the head are {config.layers + 2} layers, "
+            f"and cannot be cut into {n} stages"
+        )
+    block = 12 * config.width + config.length  # multiplications a token and channel
+    return partition([0, *[block] * config.layers, config.vocabulary], n)
+
+
+def _stage(
+    config: Config, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
+) -> Tensor:
+    tokens, targets = batch
+    x = embed(params, tokens, config) if first else carry
+    x = transform(params["blocks"], x, config)
+    return cross_entropy(logits(params, x), targets) if last else x
