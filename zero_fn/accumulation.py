@@ -91,6 +91,7 @@ class AccumulatedLeaf:
 
     def __init__(self, node: Any) -> None:
         self.node, self.sum = node, None  # type: Any, Any
+        self.added = 0
         self.early = isinstance(node, Sharded) and node.scheme.gather_at == "step"
         self.each = not self.early or node.scheme.reduce_at == "microbatch"
         self.value: Any = node
@@ -101,10 +102,19 @@ class AccumulatedLeaf:
         """The whole leaf, inside the loss."""
         return value.whole(value.local) if isinstance(value, Sharded) else value
 
-    def add(self, g: Any) -> None:
+    def add(self, g: Any, *, in_place: bool = False) -> None:
+        """Add one micro-batch's gradient; ``in_place`` into the sum's memory, once it has its own.
+
+        The first gradient is kept as it is, and may look at anything's memory.
+        """
         if self.early and self.each:
             g = self._reduced(g)
-        self.sum = g if self.sum is None else tree.map(torch.add, self.sum, g)
+        self.added += 1
+        if self.added == 1:
+            self.sum = g
+        else:
+            add = torch.Tensor.add_ if in_place and self.added > 2 else torch.add
+            self.sum = tree.map(add, self.sum, g)
 
     def gradient(self) -> Any:
         if self.sum is None:  # nothing used it

@@ -81,10 +81,13 @@ class StageParams:
             unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
         )
 
-    def add(self, grads: list[Tensor]) -> None:
-        """Add one micro-batch's gradients by ``tensors``."""
-        for leaf, g in zip(self.leaves, grads, strict=True):
-            leaf.add(leaf.value.like(g) if isinstance(leaf.value, Sharded) else g)
+    def add(self, grads: list[Tensor], *, in_place: bool) -> None:
+        """Add one micro-batch's gradients by ``tensors``, which is emptied."""
+        for leaf in reversed(self.leaves):
+            g = grads.pop()
+            leaf.add(
+                leaf.value.like(g) if isinstance(leaf.value, Sharded) else g, in_place=in_place
+            )
 
     def gradient(self) -> PyTree:
         """The tree of the gradients; a tied leaf stays the node that it is."""

@@ -34,7 +34,7 @@ from .staging import (
     tie_stages,
 )
 from .timeline import timeline, with_communication
-from .work import Programs, StageFn, Work, can_keep_programs, scaled
+from .work import Programs, StageFn, Work, is_eager, scaled
 
 # The gradients of the stages, the sum of the losses, and that of their weights if they have any.
 _Results = tuple[list[PyTree], Tensor, Tensor | None]
@@ -162,9 +162,8 @@ class Pipeline:
         self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis | None
     ) -> _Results:
         """The step in one process, every rank's actions in the order of time."""
-        programs = self._programs if can_keep_programs(params, parts) else {}
         trees = dict(enumerate(params))
-        work = Work(self.stages, trees, parts, self._shares(parts), programs)
+        work = self._work(trees, parts, is_eager(params, parts))
         for action in _in_time(self.schedule(None if axis is None else axis.size)):
             work.compute(action)
         value, weight = work.sums()
@@ -173,7 +172,7 @@ class Pipeline:
 
     def _one_rank(self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis) -> _Results:
         """One rank's part of the step, where ranks are processes."""
-        lasting = can_keep_programs(params, parts)
+        eager = is_eager(params, parts)
         schedule = _with_messages(self.schedule(axis.size))
         placed = is_staged(params)
         trees = dict(enumerate(params))
@@ -186,11 +185,9 @@ class Pipeline:
                 "the same pipeline, pipeline.place(params)"
             )
         looks = [node.looks() for node in params] if placed else params
-        shapes = [self._outlined(looks, part, number, lasting) for number, part in enumerate(parts)]
-        work = Work(
-            self.stages, trees, parts, self._shares(parts), self._programs if lasting else {}
-        )
-        exchange = Exchange(work, schedule, axis, shapes, tracing=not lasting)
+        shapes = [self._outlined(looks, part, number, eager) for number, part in enumerate(parts)]
+        work = self._work(trees, parts, eager)
+        exchange = Exchange(work, schedule, axis, shapes, tracing=not eager)
         exchange.run()
         value, weight = exchange.agree(work.sums())
         grads = {stage: work.params[stage].gradient() for stage in trees}
@@ -203,14 +200,19 @@ class Pipeline:
             )
         return [tree.map(lambda g: psum(g, axis.name), grads[s]) for s in grads], value, weight
 
+    def _work(self, trees: dict[int, PyTree], parts: list[PyTree], eager: bool) -> Work:
+        # what a trace knows ends with it
+        programs = self._programs if eager else {}
+        return Work(self.stages, trees, parts, self._shares(parts), programs, eager)
+
     def _outlined(
-        self, looks: Sequence[PyTree], part: PyTree, microbatch: int, lasting: bool
+        self, looks: Sequence[PyTree], part: PyTree, microbatch: int, eager: bool
     ) -> list[Outline]:
         """What the stages hand on; run on fake tensors for the first such micro-batch."""
         leaves, treedef = tree.flatten((list(looks), part))
         seen = tuple(Look.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = treedef, seen, tuple((axis.name, axis.size) for axis in bound_axes().values())
-        known = self._outlines if lasting else {}
+        known = self._outlines if eager else {}
         if key not in known:
             known[key] = outlines(self.stages, looks, part, microbatch)
         return known[key]

@@ -77,6 +77,7 @@ class Work:
         parts: the micro-batches.
         shares: what each micro-batch's loss counts in the mean.
         programs: the programs that are known; new ones are added.
+        eager: whether tensors have values and memory now, and are not traced or transformed.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Work:
         parts: Sequence[PyTree],
         shares: Sequence[float],
         programs: Programs,
+        eager: bool,
     ) -> None:
-        self.stages, self.shares, self.programs = stages, shares, programs
+        self.stages, self.shares = stages, shares
+        self.programs, self.eager = programs, eager
         self.params = StageParams.of_stages(trees)
         self.parts = [split_tensors(part) for part in parts]
         nothing = split_tensors(None)
@@ -155,7 +158,7 @@ class Work:
     def _weight_grad(self, place: Place) -> None:
         program, due = self.due.pop(place)
         params = self.params[place[0]]
-        params.add(program.weight_grad(params.tensors, due))
+        params.add(program.weight_grad(params.tensors, due), in_place=self.eager)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         """The sum of the losses, each times its weight or share, and of the weights.
@@ -212,10 +215,11 @@ class Work:
         return body
 
 
-def can_keep_programs(params: PyTree, batch: PyTree) -> bool:
-    """Whether programs traced now hold later: not inside another trace, whose tensors end."""
+def is_eager(params: PyTree, batch: PyTree) -> bool:
+    """Whether a step runs now: not inside a trace or a transform, whose tensors end with it."""
     fake = any(isinstance(x, FakeTensor) for x in tree.leaves((params, batch)))
-    return not fake and get_proxy_mode() is None
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not fake and not transformed and get_proxy_mode() is None
 
 
 def scaled(grads: PyTree, total: Tensor) -> PyTree:
