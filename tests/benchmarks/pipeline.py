@@ -3,17 +3,18 @@
     python -m tests.benchmarks.pipeline
 
 First, each schedule with stages that rest instead of computing, for the same time in F, I and W of
-a rank: what is idle beyond the prediction is what the executor costs, whatever else the machine
-does. Then a GPT of 29.5 million parameters, two Gloo processes of one thread each, eager, beside
-``torch.distributed.pipelining`` with the same schedule, weights, batches and fused AdamW; steps are
-interleaved and losses must agree. Memory is anonymous memory over what the process had after its
-imports, at its most while steps run.
+a rank: predicted is the timeline of what the actions took, and what is idle beyond that is what
+the executor costs. Then a GPT of 8.4 million parameters, two Gloo processes of one thread each,
+eager, beside ``torch.distributed.pipelining`` with the same schedule, weights, batches and fused
+AdamW; steps are interleaved and losses must agree. Memory is anonymous memory over what the process
+had after its imports, at its most while steps run.
 """
 
 import argparse
 import contextlib
 import statistics
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +27,7 @@ from zero_fn.pipelining.schedule import Schedule
 from . import peers_contestants, pipeline_contestants
 from .timing import where
 
-CONFIG = gpt.Config(4096, 128, layers=8, heads=8, width=512, tied=False)
+CONFIG = gpt.Config(4096, 128, layers=8, heads=8, width=256, tied=False)
 TINY = gpt.Config(64, 16, layers=2, heads=2, width=16, tied=False)
 RANKS, MICROBATCHES = 2, 8
 STAGES = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4, "zbv": 4, "dualpipev": 4}
@@ -44,16 +45,11 @@ def idle(names: list[str], seconds: float, repeats: int) -> Table:
         for name in names:
             # the stages of a rank together rest for the same time under each schedule
             rest = seconds * RANKS / STAGES[name]
-            schedule = zf.pipeline_schedule(name, RANKS, MICROBATCHES)
-            costs = [rest] * schedule.stages
-            predicted = zf.timeline(
-                schedule, forward=costs, input_grad=costs, weight_grad=costs
-            ).bubble
             args = (name, STAGES[name], MICROBATCHES, rest, repeats)
             spans = pool.run(pipeline_contestants.rest_spans, *args)
-            busy = _rests(schedule) * rest / RANKS
-            taken = [max(rank) for rank in zip(*spans, strict=True)]
-            measured = 1 - busy / statistics.median(taken)
+            schedule = zf.pipeline_schedule(name, RANKS, MICROBATCHES)
+            found = [_shares(schedule, step) for step in zip(*spans, strict=True)]
+            predicted, measured = (statistics.median(x) for x in zip(*found, strict=True))
             shown.add_row(
                 name,
                 f"{100 * predicted:.1f}",
@@ -65,9 +61,27 @@ def idle(names: list[str], seconds: float, repeats: int) -> Table:
     return shown
 
 
-def _rests(schedule: Schedule) -> int:
-    """How often all ranks rest: a whole backward is two."""
-    return sum(1 + (action.kind == "B") for rank in schedule.actions for action in rank)
+def _shares(schedule: Schedule, ranks: Sequence[pipeline_contestants.Span]) -> tuple[float, float]:
+    """One step's idle share as predicted from what its actions took, and as it was."""
+    taken: dict[tuple[str, int], list[float]] = {}
+    for rank in ranks:
+        for action, seconds in rank.actions:
+            taken.setdefault((action.kind, action.stage), []).append(seconds)
+
+    def mean(kind: str, stage: int) -> float:
+        return statistics.mean(taken.get((kind, stage), [0.0]))
+
+    stages = range(schedule.stages)
+    # timeline adds I and W up for a B; where a schedule has both, a B is what its halves are
+    whole = all(("I", stage) not in taken for stage in stages)
+    predicted = zf.timeline(
+        schedule,
+        forward=[mean("F", stage) for stage in stages],
+        input_grad=[mean("B" if whole else "I", stage) for stage in stages],
+        weight_grad=[0.0 if whole else mean("W", stage) for stage in stages],
+    ).bubble
+    seconds = max(rank.seconds for rank in ranks)
+    return predicted, 1 - statistics.mean(rank.busy for rank in ranks) / seconds
 
 
 def steps(config: gpt.Config, names: list[str], repeats: int, count: int) -> Table:

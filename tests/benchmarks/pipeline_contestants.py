@@ -2,7 +2,7 @@
 
 import gc
 import time
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from zero_fn.models import gpt
+from zero_fn.pipelining import run
+from zero_fn.pipelining.schedule import Action
+from zero_fn.pipelining.work import Work
 
 from .peers_contestants import (
     DECAY,
@@ -56,11 +59,31 @@ class Resting(torch.autograd.Function):
         return rest(grad, ctx.seconds), rest(grad.clone(), ctx.seconds), None
 
 
+class Timed(Work):
+    """Notes how long each action takes."""
+
+    taken: ClassVar[list[tuple[Action, float]]] = []
+
+    def compute(self, action: Action) -> None:
+        start = time.perf_counter()
+        super().compute(action)
+        Timed.taken.append((action, time.perf_counter() - start))
+
+
+class Span(NamedTuple):
+    """One rank's step: its seconds, those in which it computes, and those of each action."""
+
+    seconds: float
+    busy: float
+    actions: list[tuple[Action, float]]
+
+
 def rest_spans(
     name: str, stages: int, microbatches: int, seconds: float, repeats: int
-) -> list[float]:
-    """The seconds that a rank takes for each of some steps."""
-    mesh = zf.Mesh(pp=dist.get_world_size() if dist.is_initialized() else 2)
+) -> list[Span]:
+    """What a rank takes for each of some steps."""
+    mesh = zf.Mesh(pp=2)
+    run.Work = Timed  # type: ignore[misc]
 
     def stage(w: Tensor, carry: Any, x: Tensor) -> Tensor:
         # the first stage's input has a gradient too, so that its I rests like the others'
@@ -78,9 +101,11 @@ def rest_spans(
     spans = []
     for _ in range(repeats):
         dist.barrier()
+        Timed.taken.clear()
         start = time.perf_counter()
         step(params, batch)
-        spans.append(time.perf_counter() - start)
+        taken = time.perf_counter() - start
+        spans.append(Span(taken, sum(x for _, x in Timed.taken), list(Timed.taken)))
     return spans
 
 
@@ -137,7 +162,7 @@ def torchs(config: gpt.Config, name: str, stages: int, microbatches: int) -> Job
     schedule: Any = kind(given, microbatches, loss_fn=loss_fn)
     optimizer = _adamw([p for part in parts.values() for p in part.parameters()])
 
-    def run(number: int) -> float:
+    def one(number: int) -> float:
         tokens, targets = batch(config, number, microbatches)
         losses: list[Tensor] = []
         here = homes[stages - 1] == rank
@@ -153,7 +178,7 @@ def torchs(config: gpt.Config, name: str, stages: int, microbatches: int) -> Job
         dist.all_reduce(total)
         return float(total)
 
-    return Job(run, None)
+    return Job(one, None)
 
 
 def ours(config: gpt.Config, name: str, stages: int, microbatches: int, jitted: bool) -> Job:
@@ -178,7 +203,7 @@ def ours(config: gpt.Config, name: str, stages: int, microbatches: int, jitted: 
     together = zf.jit(zf.spmd(whole, mesh), donate=0)
     state = [zf.spmd(init, mesh)(gpt.split_params(gpt.init(config), config, stages))]
 
-    def run(number: int) -> float:
+    def one(number: int) -> float:
         data = batch(config, number, microbatches)
         if jitted:
             state[0], value = together(state[0], data)
@@ -187,7 +212,7 @@ def ours(config: gpt.Config, name: str, stages: int, microbatches: int, jitted: 
             state[0] = updated(state[0], grads)
         return float(value)
 
-    return Job(run, None)
+    return Job(one, None)
 
 
 def build(

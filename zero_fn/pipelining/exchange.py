@@ -1,7 +1,8 @@
 """One rank's part of a pipeline, where the ranks are processes: its own actions, and messages.
 
 A rank walks its list of the schedule. Sends return at once; receives are posted ahead of their turn
-where the backend can match them, so that data travels while the rank computes.
+where the backend can match them, and waited for by the action that needs them, so that data travels
+while the rank computes.
 
 A rank on which a stage raises computes no more, but goes on to send what others wait for, zeros.
 So every rank comes to the end of the step, and there all of them raise what the one has to say:
@@ -73,9 +74,12 @@ class Exchange:
             while receives and receives[0] <= max(place, horizon):
                 self._message(self._post, actions[receives.popleft()])
             if action.kind in COMPUTE:
+                needed = action._replace(kind="RECV_F" if action.kind == "F" else "RECV_B")
+                if action.kind != "W" and needed in self.posted:
+                    self._message(self._take, needed)
                 self._compute(action)
-            else:
-                self._message(self._take if _receives(action) else self._send, action)
+            elif not _receives(action):
+                self._message(self._send, action)
         finish_sends()
 
     def agree(self, sums: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor | None]:
