@@ -162,27 +162,28 @@ def test_a_carry_that_does_not_fit_is_found_on_every_rank() -> None:
         assert "forward of stage 3 ('block') failed on micro-batch 0 (action 3F0)" in message
 
 
-def leaves_or_sleeps(timeout: float, way: str) -> Any:
+def leaves_or_sleeps(timeout: float, way: str, jitted: bool) -> Any:
     cut, (batch,) = CUTS[2], batches()
     mesh = zf.Mesh(pp=2, timeout=timeout)
     pipe = zf.pipeline(cut, 4)
     params = zf.spmd(pipe.place, mesh)(make(cut))
-    zf.spmd(pipe, mesh)(params, batch)
+    run = zf.jit(zf.spmd(pipe, mesh)) if jitted else zf.spmd(pipe, mesh)
+    run(params, batch)
     if mesh.rank == 1:
         if way == "dies":
             os._exit(1)
         time.sleep(60)
-    zf.spmd(pipe, mesh)(params, batch)
+    run(params, batch)
 
 
-@pytest.mark.parametrize("way", ["dies", "sleeps"])
-def test_a_rank_that_is_gone_stops_the_others(way: str) -> None:
+@pytest.mark.parametrize(("way", "jitted"), [("dies", True), ("sleeps", False)])
+def test_a_rank_that_is_gone_stops_the_others(way: str, jitted: bool) -> None:
     pool = ProcessPool(2, time_limit=60)
     start = time.monotonic()
     # whichever of its messages is the first to wait for the other rank
-    text = r"rank 0: (.|\n)*(RECV_B|SEND_F)(.|\n)*Rank 1 of axis 'pp' may have ended, or be stuck"
+    text = r"rank 0: (.|\n)*(RECV_B|SEND_F)(.|\n)*rank 1 of axis 'pp' may have ended, or be stuck"
     with pytest.raises(RankError, match=text):
-        pool.run(leaves_or_sleeps, 5.0, way)
+        pool.run(leaves_or_sleeps, 5.0, way, jitted)
     assert time.monotonic() - start < 45
 
 

@@ -23,8 +23,8 @@ from ..tree import Tensor
 from .outlines import Outline
 from .schedule import COMPUTE, Action, Schedule, peer
 from .staging import Look
-from .wire import finish_sends, forget, may_post_ahead, receive, received, send
-from .work import Carry, PipelineError, Work, failure
+from .wire import MessageError, finish_sends, forget, may_post_ahead, receive, received, send
+from .work import Carry, PipelineError, Work, described, failure
 
 AHEAD = 2  # computing actions before which the receives for them are posted
 UNDER_WAY = 4  # sends that are not waited for yet
@@ -80,7 +80,9 @@ class Exchange:
                 self._compute(action)
             elif not _receives(action):
                 self._message(self._send, action)
-        finish_sends()
+        sends = [action for action in actions if action.kind.startswith("SEND")]
+        if sends:
+            self._message(lambda _: finish_sends(), sends[-1])
 
     def agree(self, sums: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         """The sums of losses and weights, the same on all ranks.
@@ -124,20 +126,24 @@ class Exchange:
             f(action)
         except Exception as error:
             forget()
-            other = self.schedule.placement[peer(action).stage]
-            raise failure(
-                self.work.stages,
-                action,
-                error,
-                f"Rank {other} of axis {self.axis.name!r} may have ended, or be stuck",
-            ) from error
+            if isinstance(error, MessageError):
+                raise PipelineError(str(error), action) from error
+            raise failure(self.work.stages, action, error) from error
+
+    def _what(self, action: Action, other: int) -> str:
+        """What a message is, if it fails."""
+        return (
+            f"{described(self.work.stages, action)}; rank {other} of axis {self.axis.name!r} may "
+            "have ended, or be stuck"
+        )
 
     def _post(self, action: Action) -> None:
         looks, other, tag = self._travels(action)
+        rest = self._what(action, other), self.axis.group
         self.posted[action] = [
             look.make(torch.empty)
             if 0 in look.shape
-            else receive(look.shape, look.dtype, look.device, other, tag + number, self.axis.group)
+            else receive(look.shape, look.dtype, look.device, other, tag + number, *rest)
             for number, look in enumerate(looks)
         ]
 
@@ -163,7 +169,8 @@ class Exchange:
             if (tuple(x.shape), x.dtype) != (look.shape, look.dtype):
                 raise ValueError(f"{Look.of(x)} was announced as {look}")
             if x.numel():
-                send(x.contiguous(), other, tag + number, self.axis.group)
+                what = self._what(action, other)
+                send(x.contiguous(), other, tag + number, what, self.axis.group)
         finish_sends(UNDER_WAY)
 
     def _travels(self, action: Action) -> tuple[list[Look], int, int]:

@@ -10,7 +10,7 @@ Nothing here is differentiated: a pipeline's backward has messages of its own.
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,20 +20,40 @@ from ..mesh import is_gloo
 from ..tree import Tensor
 
 _LIBRARY = torch.library.Library("zero_fn", "FRAGMENT")
-_LIBRARY.define("send(Tensor x, int peer, int tag, str group) -> ()")
+_LIBRARY.define("send(Tensor x, int peer, int tag, str what, str group) -> ()")
 _LIBRARY.define("finish_sends(int left) -> ()")
 _LIBRARY.define(
-    "receive(int[] shape, ScalarType dtype, Device device, int peer, int tag, str group) -> Tensor"
+    "receive(int[] shape, ScalarType dtype, Device device, int peer, int tag, str what, str group) "
+    "-> Tensor"
 )
 _LIBRARY.define("received(Tensor(a) x) -> Tensor(a)")
 
-_sending: deque[tuple[Any, Tensor]] = deque()
-_receiving: dict[int, Any] = {}  # the memory of a posted receive, to what to wait for
+
+class Message(NamedTuple):
+    """A message under way: its tensor, the work to wait for, and what it is, for an error."""
+
+    x: Tensor
+    work: Any
+    what: str
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise MessageError(f"{self.what}: {error}") from error
 
 
-def send(x: Tensor, peer: int, tag: int, group: str) -> None:
+class MessageError(RuntimeError):
+    """A message that did not come to its end; the text says which."""
+
+
+_sending: deque[Message] = deque()
+_receiving: dict[int, Message] = {}  # by the memory of the tensor
+
+
+def send(x: Tensor, peer: int, tag: int, what: str, group: str) -> None:
     """Send a contiguous tensor to the rank at place ``peer`` of a group."""
-    torch.ops.zero_fn.send(x, peer, tag, group)
+    torch.ops.zero_fn.send(x, peer, tag, what, group)
 
 
 def finish_sends(left: int = 0) -> None:
@@ -47,10 +67,11 @@ def receive(
     device: torch.device,
     peer: int,
     tag: int,
+    what: str,
     group: str,
 ) -> Tensor:
     """Post a receive; the tensor has no values until :func:`received`."""
-    return torch.ops.zero_fn.receive(list(shape), dtype, device, peer, tag, group)
+    return torch.ops.zero_fn.receive(list(shape), dtype, device, peer, tag, what, group)
 
 
 def received(x: Tensor) -> Tensor:
@@ -73,28 +94,33 @@ def _group(name: str) -> Any:
     return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _send(x: Tensor, peer: int, tag: int, group: str) -> None:
-    _sending.append((dist.isend(x, group=_group(group), group_dst=peer, tag=tag), x))
+def _send(x: Tensor, peer: int, tag: int, what: str, group: str) -> None:
+    work = dist.isend(x, group=_group(group), group_dst=peer, tag=tag)
+    _sending.append(Message(x, work, what))
 
 
 def _finish_sends(left: int) -> None:
     while len(_sending) > left:
-        work, _ = _sending.popleft()
-        work.wait()
+        _sending.popleft().wait()
 
 
 def _receive(
-    shape: list[int], dtype: torch.dtype, device: torch.device, peer: int, tag: int, group: str
+    shape: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    peer: int,
+    tag: int,
+    what: str,
+    group: str,
 ) -> Tensor:
     x = torch.empty(shape, dtype=dtype, device=device)
     work = dist.irecv(x, group=_group(group), group_src=peer, tag=tag)
-    _receiving[x.data_ptr()] = work, x
+    _receiving[x.data_ptr()] = Message(x, work, what)
     return x
 
 
 def _received(x: Tensor) -> Tensor:
-    work, _ = _receiving.pop(x.data_ptr())
-    work.wait()
+    _receiving.pop(x.data_ptr()).wait()
     return x
 
 
@@ -105,9 +131,9 @@ _LIBRARY.impl("received", _received, "CompositeExplicitAutograd")
 
 # What a trace knows of them; and those that give nothing are not left out of a graph.
 _FAKES: dict[str, Callable[..., Any]] = {
-    "send": lambda x, peer, tag, group: None,
+    "send": lambda x, peer, tag, what, group: None,
     "finish_sends": lambda left: None,
-    "receive": lambda shape, dtype, device, peer, tag, group: torch.empty(
+    "receive": lambda shape, dtype, device, peer, tag, what, group: torch.empty(
         shape, dtype=dtype, device=device
     ),
     "received": lambda x: x,

@@ -231,9 +231,16 @@ def scaled(grads: PyTree, total: Tensor) -> PyTree:
     return tree.unflatten(tree.flatten(grads)[1], divided)
 
 
-def failure(
-    stages: Sequence[StageFn], action: Action, error: Exception, hint: str = ""
-) -> PipelineError:
+def described(stages: Sequence[StageFn], action: Action) -> str:
+    """What an action does, in an error."""
+    stage, kind, microbatch = action
+    return (
+        f"{_WORDS[kind]} of stage {stage} ({name_of(stages[stage])!r}) failed on micro-batch "
+        f"{microbatch} (action {action})"
+    )
+
+
+def failure(stages: Sequence[StageFn], action: Action, error: Exception) -> PipelineError:
     """The error that names what failed."""
     if isinstance(error, PipelineError):
         return error
@@ -243,12 +250,7 @@ def failure(
             f"{text.splitlines()[0].strip()}. A stage is traced once and its graph is run, so it "
             "cannot branch on a value: write torch.where"
         )
-    return PipelineError(
-        f"{_WORDS[action.kind]} of stage {action.stage} ({name_of(stages[action.stage])!r}) failed "
-        f"on micro-batch {action.microbatch} (action {action}): {text}"
-        + (f". {hint}" if hint else ""),
-        action,
-    )
+    return PipelineError(f"{described(stages, action)}: {text}", action)
 
 
 def _loss(out: Any) -> tuple[Tensors, Tensors]:
