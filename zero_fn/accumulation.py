@@ -91,7 +91,7 @@ class AccumulatedLeaf:
 
     def __init__(self, node: Any) -> None:
         self.node, self.sum = node, None  # type: Any, Any
-        self.added = 0
+        self.own = False  # whether the sum's memory is nobody else's
         self.early = isinstance(node, Sharded) and node.scheme.gather_at == "step"
         self.each = not self.early or node.scheme.reduce_at == "microbatch"
         self.value: Any = node
@@ -102,19 +102,22 @@ class AccumulatedLeaf:
         """The whole leaf, inside the loss."""
         return value.whole(value.local) if isinstance(value, Sharded) else value
 
-    def add(self, g: Any, *, in_place: bool = False) -> None:
-        """Add one micro-batch's gradient; ``in_place`` into the sum's memory, once it has its own.
+    def add(self, g: Any, *, own: bool = False, in_place: bool = False) -> None:
+        """Add one micro-batch's gradient.
 
-        The first gradient is kept as it is, and may look at anything's memory.
+        Args:
+            g: the gradient.
+            own: whether its memory is nobody else's.
+            in_place: whether to write into memory, where that is the sum's own.
         """
         if self.early and self.each:
-            g = self._reduced(g)
-        self.added += 1
-        if self.added == 1:
-            self.sum = g
+            g, own = self._reduced(g), False
+        if self.sum is None:
+            self.sum, self.own = g, own and in_place
+        elif self.own:
+            tree.map(torch.Tensor.add_, self.sum, g)
         else:
-            add = torch.Tensor.add_ if in_place and self.added > 2 else torch.add
-            self.sum = tree.map(add, self.sum, g)
+            self.sum, self.own = tree.map(torch.add, self.sum, g), in_place
 
     def gradient(self) -> Any:
         if self.sum is None:  # nothing used it

@@ -81,13 +81,26 @@ class StageParams:
             unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
         )
 
-    def add(self, grads: list[Tensor], *, in_place: bool) -> None:
-        """Add one micro-batch's gradients by ``tensors``, which is emptied."""
-        for leaf in reversed(self.leaves):
-            g = grads.pop()
-            leaf.add(
-                leaf.value.like(g) if isinstance(leaf.value, Sharded) else g, in_place=in_place
-            )
+    def sums(self) -> list[Tensor | None]:
+        """What gradients by ``tensors`` may be added to in place; None where they are handed on."""
+        return [
+            _local(leaf.sum) if leaf.own and not (leaf.early and leaf.each) else None
+            for leaf in self.leaves
+        ]
+
+    def add(self, grads: list[Tensor | None], owned: list[bool] | None, *, in_place: bool) -> None:
+        """Add one micro-batch's gradients by ``tensors``.
+
+        Args:
+            grads: the gradients, None for one that is added already; is emptied.
+            owned: for each whether its memory is nobody else's; None: nobody knows.
+            in_place: whether to write into memory.
+        """
+        for place, leaf in reversed([*enumerate(self.leaves)]):
+            g: Any = grads.pop()
+            if g is not None:
+                g = leaf.value.like(g) if isinstance(leaf.value, Sharded) else g
+                leaf.add(g, own=owned is not None and owned[place], in_place=in_place)
 
     def gradient(self) -> PyTree:
         """The tree of the gradients; a tied leaf stays the node that it is."""

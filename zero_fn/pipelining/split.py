@@ -13,6 +13,7 @@ is I. Under torch.func's transforms, as in simulated ranks, there is no graph of
 cut: there I is the whole pullback too, and W hands over what I has found.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from ..graphs import ALL_GATHER, is_alias, written
+from ..graphs import ALL_GATHER, base, is_alias, written
 from ..tree import Tensor
 
 Tensors = list[Tensor]
+Sums = list[Tensor | None]
 # (params, carry, micro-batch) to (results to differentiate, further results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
@@ -39,19 +41,25 @@ _CHEAP = {
 
 
 class StageProgram(NamedTuple):
-    """The three programs of a stage, each a function of lists of tensors.
+    """The programs of a stage, each a function of lists of tensors.
 
     Attributes:
         forward: (params, carry, micro-batch) to (results, further results, saved). What is saved
             is what the backward reads.
         input_grad: (params, saved, gradients of the results) to (gradients of the carry's floating
             tensors, due). Empties ``saved``. What is due is what ``weight_grad`` reads.
-        weight_grad: (params, due) to the gradients of the params. Empties ``due``.
+        weight_grad: (params, due, sums) to the gradients of the params. Empties ``due``. Where
+            there is a sum, the gradient is added to it as soon as it exists, and None is given.
+        backward: (params, saved, gradients of the results, sums) to the gradients of the carry and
+            of the params: both halves in one, which holds less.
+        owned: for each param, whether the memory of its gradient is nobody else's.
     """
 
     forward: Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors, Any]]
     input_grad: Callable[[Tensors, Any, Tensors], tuple[Tensors, Any]]
-    weight_grad: Callable[[Tensors, Any], Tensors]
+    weight_grad: Callable[[Tensors, Any, Sums], Sums]
+    backward: Callable[[Tensors, Any, Tensors, Sums], tuple[Tensors, Sums]]
+    owned: list[bool] | None
 
 
 def differentiable(x: Tensor) -> bool:
@@ -70,7 +78,10 @@ def pulled_program(body: Body) -> StageProgram:
         dparams, dcarry = saved.pop()(grads)
         return dcarry, dparams
 
-    return StageProgram(forward, input_grad, lambda params, due: due)
+    def backward(params: Tensors, saved: Any, grads: Tensors, sums: Sums) -> tuple[Tensors, Sums]:
+        return input_grad(params, saved, grads)
+
+    return StageProgram(forward, input_grad, lambda params, due, sums: due, backward, None)
 
 
 def traced_program(body: Body, params: Tensors, carry: Tensors, part: Tensors) -> StageProgram:
@@ -156,7 +167,14 @@ def _programs(
 
     run_forward = _extract(module, forward, [*params, *carry, *part], [*outs, *aux, *saved])
     run_first = _extract(module, first, [*params, *saved, *grads], [*dcarry, *due])
-    run_last = _extract(module, last, [*params, *due], dparams)
+
+    @functools.cache
+    def run_last(sums: tuple[bool, ...]) -> Callable[[Tensors], Tensors]:
+        return _extract(module, last, [*params, *due], [], dparams, sums)
+
+    @functools.cache
+    def run_both(sums: tuple[bool, ...]) -> Callable[[Tensors], Tensors]:
+        return _extract(module, first | last, [*params, *saved, *grads], dcarry, dparams, sums)
 
     def f(params: Tensors, carry: Tensors, part: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         made = run_forward([*params, *carry, *part])
@@ -164,17 +182,53 @@ def _programs(
         return outs_, aux_, saved_
 
     def i(params: Tensors, saved: Tensors, grads: Tensors) -> tuple[Tensors, Tensors]:
-        box = [*params, *saved, *grads]
-        saved.clear()
-        made = run_first(box)
+        made = run_first(_emptied(params, saved, grads))
         return made[: len(dcarry)], made[len(dcarry) :]
 
-    def w(params: Tensors, due: Tensors) -> Tensors:
-        box = [*params, *due]
-        due.clear()
-        return run_last(box)
+    def w(params: Tensors, due: Tensors, sums: Sums) -> Sums:
+        box = _emptied(params, due) + [x for x in sums if x is not None]
+        return _spread(run_last(_given(sums))(box), sums)
 
-    return StageProgram(f, i, w)
+    def b(params: Tensors, saved: Tensors, grads: Tensors, sums: Sums) -> tuple[Tensors, Sums]:
+        box = _emptied(params, saved, grads) + [x for x in sums if x is not None]
+        made = run_both(_given(sums))(box)
+        return made[: len(dcarry)], _spread(made[len(dcarry) :], sums)
+
+    return StageProgram(f, i, w, b, _owned([*dcarry, *due], dparams, first | last))
+
+
+def _emptied(params: Tensors, *others: Tensors) -> Tensors:
+    """All in one list, which alone holds the others from here on."""
+    box = list(params)
+    for tensors in others:
+        box += tensors
+        tensors.clear()
+    return box
+
+
+def _given(sums: Sums) -> tuple[bool, ...]:
+    return tuple(x is not None for x in sums)
+
+
+def _spread(grads: Tensors, sums: Sums) -> Sums:
+    """The gradients, with None where they went into a sum."""
+    rest = iter(grads)
+    return [next(rest) if x is None else None for x in sums]
+
+
+def _owned(others: list[Node], dparams: list[Node], made: set[Node]) -> list[bool]:
+    """Whether a gradient may be written to: new memory, which no other result looks at."""
+    bases = [base(node) for node in [*others, *dparams]]
+    return [
+        base(node) in made
+        and base(node).op == "call_function"
+        and bases.count(base(node)) == 1
+        and not any(
+            stride == 0 < size - 1
+            for size, stride in zip(node.meta["val"].shape, node.meta["val"].stride(), strict=True)
+        )
+        for node in dparams
+    ]
 
 
 def _closure(targets: Iterable[Node], known: set[Node]) -> tuple[set[Node], set[Node]]:
@@ -208,16 +262,42 @@ def _made_again(forward: set[Node], nodes: list[Node], params: list[Node]) -> se
 
 
 def _extract(
-    module: GraphModule, made: set[Node], inputs: list[Node], outputs: list[Node]
+    module: GraphModule,
+    made: set[Node],
+    inputs: list[Node],
+    outputs: list[Node],
+    summed: Sequence[Node] = (),
+    sums: Sequence[bool] = (),
 ) -> Callable[[Tensors], Tensors]:
-    """A function of a list of tensors, which it empties, so that each is freed at its last use."""
+    """A function of a list of tensors, which it empties, so that each is freed at its last use.
+
+    Args:
+        module: where the nodes are.
+        made: the nodes to run.
+        inputs: the nodes whose values are given, in order.
+        outputs: the nodes whose values are returned.
+        summed: further outputs.
+        sums: for each of them, whether a tensor to add it to is given, after the inputs.
+    """
     graph = Graph()
     box = graph.placeholder("box")
+    into: list[tuple[Node, Node]] = []
+    for node in reversed([x for x, given in zip(summed, sums, strict=True) if given]):
+        into.append((node, graph.call_method("pop", (box,))))
     copies: dict[Node, Node] = {}
+
+    def add(node: Node) -> None:
+        for summand, total in into:
+            if summand is node:
+                graph.call_function(torch.ops.aten.add_.Tensor, (total, copies[node]))
+
     for node in reversed(inputs):
         copies[node] = graph.call_method("pop", (box,))
+        add(node)
     for node in module.graph.nodes:
         if node in made:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output([copies[node] for node in outputs])
+            add(node)
+    left = [node for node, given in zip(summed, sums, strict=True) if not given]
+    graph.output([copies[node] for node in [*outputs, *left]])
     return GraphModule(module, graph).forward

@@ -116,8 +116,7 @@ class Work:
             elif action.kind == "W":
                 self._weight_grad(place)
             else:
-                self._input_grad(place)
-                self._weight_grad(place)
+                self._backward(place)
         except Exception as error:
             raise failure(self.stages, action, error) from error
 
@@ -147,18 +146,34 @@ class Work:
         self.gradients[place] = [gradient]
 
     def _input_grad(self, place: Place) -> None:
-        stage, microbatch = place
-        program, saved = self.saved.pop(place)
-        grads = [x.contiguous() for x in self.gradients.pop(place)]
-        dcarry, due = program.input_grad(self.params[stage].tensors, saved, grads)
-        if stage:
-            self.gradients[stage - 1, microbatch] = dcarry
+        program, saved, grads = self._reached(place)
+        params = self.params[place[0]]
+        dcarry, due = program.input_grad(params.tensors, saved, grads)
+        self._hand_back(place, dcarry)
         self.due[place] = program, due
 
     def _weight_grad(self, place: Place) -> None:
         program, due = self.due.pop(place)
         params = self.params[place[0]]
-        params.add(program.weight_grad(params.tensors, due), in_place=self.eager)
+        grads = program.weight_grad(params.tensors, due, params.sums())
+        params.add(grads, program.owned, in_place=self.eager)
+
+    def _backward(self, place: Place) -> None:
+        program, saved, grads = self._reached(place)
+        params = self.params[place[0]]
+        dcarry, dparams = program.backward(params.tensors, saved, grads, params.sums())
+        self._hand_back(place, dcarry)
+        params.add(dparams, program.owned, in_place=self.eager)
+
+    def _reached(self, place: Place) -> tuple[StageProgram, Any, Tensors]:
+        """A backward's program, what was saved for it, and the gradients of the results."""
+        program, saved = self.saved.pop(place)
+        return program, saved, [x.contiguous() for x in self.gradients.pop(place)]
+
+    def _hand_back(self, place: Place, dcarry: Tensors) -> None:
+        stage, microbatch = place
+        if stage:
+            self.gradients[stage - 1, microbatch] = dcarry
 
     def sums(self) -> tuple[Tensor | None, Tensor | None]:
         """The sum of the losses, each times its weight or share, and of the weights.
