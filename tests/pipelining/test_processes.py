@@ -48,6 +48,36 @@ def test_two_ranks(placed: bool, tied: bool) -> None:
                 assert_same(value, of_whole)
 
 
+def weighted(uneven: bool) -> Any:
+    (batch,), mesh = batches(), zf.Mesh(pp=2)
+    last, microbatches = (tail, 5) if uneven else (counted, 4)
+    pipe = zf.pipeline([embed, last], microbatches, uneven=uneven)
+    placed = zf.spmd(pipe.place, mesh)(make(CUTS[2]))
+    grads, value = zf.spmd(pipe, mesh)(placed, batch)
+    return zf.spmd(pipe.collect, mesh)(grads), value
+
+
+def counted(params: Any, carry: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss whose weight is not that of its rows."""
+    weight = (batch[1] != 0).sum()
+    return tail(params, carry, batch) / weight, weight
+
+
+def test_weights_and_uneven_micro_batches() -> None:
+    (batch,) = batches()
+    params = make(CUTS[2])
+    weights = [(part != 0).sum() for part in batch[1].chunk(4)]
+    want, of_whole = dense(CUTS[2], params, batch)
+    for grads, value in run_on_processes(2, weighted, True):
+        assert_same(grads, want)
+        assert_same(value, of_whole)
+    # each mean is divided by its weight and multiplied by it again: 4 equal parts in all
+    total = 4 / float(sum(weights))
+    for grads, value in run_on_processes(2, weighted, False):
+        assert_same(grads, tree.map(lambda g: g * total, want))
+        assert_same(value, of_whole * total)
+
+
 def train(
     axes: dict[str, int], stages: int, name: str, stage: int, steps: int, jitted: bool
 ) -> Any:

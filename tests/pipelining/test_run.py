@@ -12,7 +12,19 @@ from zero_fn import tree
 from zero_fn.pipelining.builders import SCHEDULES
 from zero_fn.pipelining.work import PipelineError, Work
 
-from .stages import CUTS, assert_same, batches, block, dense, dense_run, embed, make, plain, tail
+from .stages import (
+    CUTS,
+    assert_same,
+    batches,
+    block,
+    dense,
+    dense_run,
+    embed,
+    loss,
+    make,
+    plain,
+    tail,
+)
 
 
 def suits(name: str, stages: int) -> bool:
@@ -125,6 +137,50 @@ def test_micro_batches_that_do_not_divide_the_batch() -> None:
     assert_same(value, of_whole)
     with pytest.raises(ValueError, match="fewer rows than microbatches=17"):
         zf.pipeline(cut, 17, uneven=True)(params, batch)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+def test_gradients_that_share_memory(name: str) -> None:
+    """The gradients of both summands are one tensor, that of a mean is expanded from one value."""
+
+    def first(p: Any, carry: Any, x: Any) -> Any:
+        return (p["a"] + p["b"]) * x
+
+    def middle(p: Any, carry: Any, x: Any) -> Any:
+        return carry + p + p.T
+
+    def last(p: Any, carry: Any, x: Any) -> Any:
+        return carry.square().mean() + p.mean()
+
+    cut = [first, middle, last]
+    square = torch.randn(4, 4, dtype=torch.float64)
+    params = ({"a": square, "b": square + 1}, square - 1, square.T.clone())
+    batch = torch.randn(20, 4, dtype=torch.float64)  # parts of 4 rows
+    grads, value = zf.pipeline(cut, 5, name)(params, batch)
+    want, of_whole = dense([lambda *a: _mean_over_parts(cut, *a)], (params,), batch)
+    assert_same(grads, want[0])
+    assert_same(value, of_whole)
+
+
+def _mean_over_parts(cut: Any, params: Any, carry: None, batch: torch.Tensor) -> torch.Tensor:
+    return torch.stack([loss(cut, params, part) for part in batch.chunk(5)]).mean()
+
+
+def test_a_stage_that_writes_in_place() -> None:
+    """Its trace cannot be cut between I and W, and keeps its order."""
+
+    def writes(p: Any, carry: Any, batch: Any) -> Any:
+        x = carry["x"] @ p["up"]
+        x.mul_(2).add_(p["bias"])
+        return {"x": torch.tanh(x) @ p["down"], "even": carry["even"]}
+
+    cut, (batch,) = [embed, writes, tail], batches()
+    params = make([embed, block, tail])
+    for name in ("1f1b", "zero_bubble"):
+        grads, value = zf.pipeline(cut, 4, name)(params, batch)
+        want, of_whole = dense(cut, params, batch)
+        assert_same(grads, want)
+        assert_same(value, of_whole)
 
 
 def test_inside_other_transforms() -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from ..graphs import ALL_GATHER, base, is_alias, written
+from ..graphs import ALL_GATHER, base, is_alias, is_item, written
 from ..tree import Tensor
 
 Tensors = list[Tensor]
@@ -157,9 +157,11 @@ def _programs(
         later = set(dparams)
     else:
         forward, _ = _closure([*outs, *aux], given)
+        forward |= _items(forward)
         again = _made_again(forward, nodes, params)
         known = (forward - again) | given | graded
         first, read = _closure(dcarry, known)
+        first |= _items(first)
         last, later = _closure(dparams, known | (first - again))
     kept = [node for node in nodes if node in read | later and node not in {*params, *graded}]
     saved = [node for node in kept if node in forward | given]
@@ -244,6 +246,11 @@ def _closure(targets: Iterable[Node], known: set[Node]) -> tuple[set[Node], set[
             made.add(node)
             waiting += node.all_input_nodes
     return made, read
+
+
+def _items(made: set[Node]) -> set[Node]:
+    """The results of operations that have several, each of which is held or freed by itself."""
+    return {user for node in made for user in node.users if is_item(user)}
 
 
 def _made_again(forward: set[Node], nodes: list[Node], params: list[Node]) -> set[Node]:
