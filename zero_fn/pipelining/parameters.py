@@ -12,6 +12,7 @@ from .. import tree
 from ..accumulation import AccumulatedLeaf
 from ..sharding import Sharded, Tied, is_piece, unshard
 from ..tree import PyTree, Tensor
+from .split import Sum
 from .staging import without_copies
 
 
@@ -81,26 +82,31 @@ class StageParams:
             unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
         )
 
-    def sums(self) -> list[Tensor | None]:
-        """What gradients by ``tensors`` may be added to in place; None where they are handed on."""
+    def sums(self) -> list[Sum]:
+        """What gradients by ``tensors`` are added to where they are made."""
         return [
-            _local(leaf.sum) if leaf.own and not (leaf.early and leaf.each) else None
+            Sum(None, False)
+            if leaf.sum is None or (leaf.early and leaf.each)
+            else Sum(_local(leaf.sum), leaf.own)
             for leaf in self.leaves
         ]
 
-    def add(self, grads: list[Tensor | None], owned: list[bool] | None, *, in_place: bool) -> None:
-        """Add one micro-batch's gradients by ``tensors``.
+    def add(self, grads: list[Tensor], owned: list[bool] | None, *, in_place: bool) -> None:
+        """Take one micro-batch's gradients by ``tensors``, or the sums with them.
 
         Args:
-            grads: the gradients, None for one that is added already; is emptied.
-            owned: for each whether its memory is nobody else's; None: nobody knows.
+            grads: the gradients, added to :meth:`sums` where there are any; is emptied.
+            owned: for each gradient whether its memory is nobody else's; None: nobody knows.
             in_place: whether to write into memory.
         """
+        sums = self.sums()
         for place, leaf in reversed([*enumerate(self.leaves)]):
             g: Any = grads.pop()
-            if g is not None:
-                g = leaf.value.like(g) if isinstance(leaf.value, Sharded) else g
+            g = leaf.value.like(g) if isinstance(leaf.value, Sharded) else g
+            if sums[place].total is None:
                 leaf.add(g, own=owned is not None and owned[place], in_place=in_place)
+            else:
+                leaf.sum, leaf.own = g, in_place
 
     def gradient(self) -> PyTree:
         """The tree of the gradients; a tied leaf stays the node that it is."""

@@ -25,7 +25,15 @@ from ..graphs import ALL_GATHER, base, is_alias, is_item, written
 from ..tree import Tensor
 
 Tensors = list[Tensor]
-Sums = list[Tensor | None]
+
+
+class Sum(NamedTuple):
+    """A sum of gradients so far, None before the first, and whether its memory is its own."""
+
+    total: Tensor | None
+    own: bool
+
+
 # (params, carry, micro-batch) to (results to differentiate, further results)
 Body = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors]]
 
@@ -49,7 +57,7 @@ class StageProgram(NamedTuple):
         input_grad: (params, saved, gradients of the results) to (gradients of the carry's floating
             tensors, due). Empties ``saved``. What is due is what ``weight_grad`` reads.
         weight_grad: (params, due, sums) to the gradients of the params. Empties ``due``. Where
-            there is a sum, the gradient is added to it as soon as it exists, and None is given.
+            there is a sum, the gradient is added to it as soon as it exists, and the sum is given.
         backward: (params, saved, gradients of the results, sums) to the gradients of the carry and
             of the params: both halves in one, which holds less.
         owned: for each param, whether the memory of its gradient is nobody else's.
@@ -57,8 +65,8 @@ class StageProgram(NamedTuple):
 
     forward: Callable[[Tensors, Tensors, Tensors], tuple[Tensors, Tensors, Any]]
     input_grad: Callable[[Tensors, Any, Tensors], tuple[Tensors, Any]]
-    weight_grad: Callable[[Tensors, Any, Sums], Sums]
-    backward: Callable[[Tensors, Any, Tensors, Sums], tuple[Tensors, Sums]]
+    weight_grad: Callable[[Tensors, Any, Sequence[Sum]], Tensors]
+    backward: Callable[[Tensors, Any, Tensors, Sequence[Sum]], tuple[Tensors, Tensors]]
     owned: list[bool] | None
 
 
@@ -78,10 +86,16 @@ def pulled_program(body: Body) -> StageProgram:
         dparams, dcarry = saved.pop()(grads)
         return dcarry, dparams
 
-    def backward(params: Tensors, saved: Any, grads: Tensors, sums: Sums) -> tuple[Tensors, Sums]:
-        return input_grad(params, saved, grads)
+    def weight_grad(params: Tensors, due: Any, sums: Sequence[Sum]) -> Tensors:
+        return [g if x.total is None else x.total + g for g, x in zip(due, sums, strict=True)]
 
-    return StageProgram(forward, input_grad, lambda params, due, sums: due, backward, None)
+    def backward(
+        params: Tensors, saved: Any, grads: Tensors, sums: Sequence[Sum]
+    ) -> tuple[Tensors, Tensors]:
+        dcarry, due = input_grad(params, saved, grads)
+        return dcarry, weight_grad(params, due, sums)
+
+    return StageProgram(forward, input_grad, weight_grad, backward, None)
 
 
 def traced_program(body: Body, params: Tensors, carry: Tensors, part: Tensors) -> StageProgram:
@@ -171,12 +185,12 @@ def _programs(
     run_first = _extract(module, first, [*params, *saved, *grads], [*dcarry, *due])
 
     @functools.cache
-    def run_last(sums: tuple[bool, ...]) -> Callable[[Tensors], Tensors]:
-        return _extract(module, last, [*params, *due], [], dparams, sums)
+    def run_last(adding: Adding) -> Callable[[Tensors], Tensors]:
+        return _extract(module, last, [*params, *due], [], dparams, adding)
 
     @functools.cache
-    def run_both(sums: tuple[bool, ...]) -> Callable[[Tensors], Tensors]:
-        return _extract(module, first | last, [*params, *saved, *grads], dcarry, dparams, sums)
+    def run_both(adding: Adding) -> Callable[[Tensors], Tensors]:
+        return _extract(module, first | last, [*params, *saved, *grads], dcarry, dparams, adding)
 
     def f(params: Tensors, carry: Tensors, part: Tensors) -> tuple[Tensors, Tensors, Tensors]:
         made = run_forward([*params, *carry, *part])
@@ -187,16 +201,29 @@ def _programs(
         made = run_first(_emptied(params, saved, grads))
         return made[: len(dcarry)], made[len(dcarry) :]
 
-    def w(params: Tensors, due: Tensors, sums: Sums) -> Sums:
-        box = _emptied(params, due) + [x for x in sums if x is not None]
-        return _spread(run_last(_given(sums))(box), sums)
+    def w(params: Tensors, due: Tensors, sums: Sequence[Sum]) -> Tensors:
+        return run_last(_adding(sums))(_emptied(params, due) + _totals(sums))
 
-    def b(params: Tensors, saved: Tensors, grads: Tensors, sums: Sums) -> tuple[Tensors, Sums]:
-        box = _emptied(params, saved, grads) + [x for x in sums if x is not None]
-        made = run_both(_given(sums))(box)
-        return made[: len(dcarry)], _spread(made[len(dcarry) :], sums)
+    def b(
+        params: Tensors, saved: Tensors, grads: Tensors, sums: Sequence[Sum]
+    ) -> tuple[Tensors, Tensors]:
+        box = _emptied(params, saved, grads) + _totals(sums)
+        made = run_both(_adding(sums))(box)
+        return made[: len(dcarry)], made[len(dcarry) :]
 
     return StageProgram(f, i, w, b, _owned([*dcarry, *due], dparams, first | last))
+
+
+# For each param what its gradient is added to: None, or whether in place.
+Adding = tuple[bool | None, ...]
+
+
+def _adding(sums: Sequence[Sum]) -> Adding:
+    return tuple(None if x.total is None else x.own for x in sums)
+
+
+def _totals(sums: Sequence[Sum]) -> Tensors:
+    return [x.total for x in sums if x.total is not None]
 
 
 def _emptied(params: Tensors, *others: Tensors) -> Tensors:
@@ -206,16 +233,6 @@ def _emptied(params: Tensors, *others: Tensors) -> Tensors:
         box += tensors
         tensors.clear()
     return box
-
-
-def _given(sums: Sums) -> tuple[bool, ...]:
-    return tuple(x is not None for x in sums)
-
-
-def _spread(grads: Tensors, sums: Sums) -> Sums:
-    """The gradients, with None where they went into a sum."""
-    rest = iter(grads)
-    return [next(rest) if x is None else None for x in sums]
 
 
 def _owned(others: list[Node], dparams: list[Node], made: set[Node]) -> list[bool]:
@@ -274,7 +291,7 @@ def _extract(
     inputs: list[Node],
     outputs: list[Node],
     summed: Sequence[Node] = (),
-    sums: Sequence[bool] = (),
+    adding: Adding = (),
 ) -> Callable[[Tensors], Tensors]:
     """A function of a list of tensors, which it empties, so that each is freed at its last use.
 
@@ -284,27 +301,31 @@ def _extract(
         inputs: the nodes whose values are given, in order.
         outputs: the nodes whose values are returned.
         summed: further outputs.
-        sums: for each of them, whether a tensor to add it to is given, after the inputs.
+        adding: for each of them, None, or that it is added to a tensor, which is given after the
+            inputs; whether in place. The sum is returned.
     """
     graph = Graph()
     box = graph.placeholder("box")
-    into: list[tuple[Node, Node]] = []
-    for node in reversed([x for x, given in zip(summed, sums, strict=True) if given]):
-        into.append((node, graph.call_method("pop", (box,))))
+    totals: dict[int, Node] = {}  # by the place in summed
+    for place in reversed(range(len(summed))):
+        if adding[place] is not None:
+            totals[place] = graph.call_method("pop", (box,))
     copies: dict[Node, Node] = {}
 
-    def add(node: Node) -> None:
-        for summand, total in into:
-            if summand is node:
-                graph.call_function(torch.ops.aten.add_.Tensor, (total, copies[node]))
+    def sum_up(node: Node) -> None:
+        for place, total in totals.items():
+            if summed[place] is node:
+                add = torch.ops.aten.add_.Tensor if adding[place] else torch.ops.aten.add.Tensor
+                totals[place] = graph.call_function(add, (total, copies[node]))
 
     for node in reversed(inputs):
         copies[node] = graph.call_method("pop", (box,))
-        add(node)
+    for node in inputs:
+        sum_up(node)
     for node in module.graph.nodes:
         if node in made:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            add(node)
-    left = [node for node, given in zip(summed, sums, strict=True) if not given]
-    graph.output([copies[node] for node in [*outputs, *left]])
+            sum_up(node)
+    sums = [totals.get(place, copies[node]) for place, node in enumerate(summed)]
+    graph.output([*(copies[node] for node in outputs), *sums])
     return GraphModule(module, graph).forward
