@@ -10,6 +10,7 @@ import zero_fn as zf
 from tests.memory import peak
 from zero_fn import tree
 from zero_fn.pipelining.builders import SCHEDULES
+from zero_fn.pipelining.checking import ScheduleError
 from zero_fn.pipelining.work import PipelineError, Work
 
 from .stages import (
@@ -41,6 +42,24 @@ def test_equals_the_dense_step(name: str, stages: int, microbatches: int) -> Non
     cut, (batch,) = CUTS[stages], batches()
     params = make(cut)
     grads, value = zf.pipeline(cut, microbatches, name)(params, batch)
+    want, of_whole = dense(cut, params, batch)
+    assert_same(grads, want)
+    assert_same(value, of_whole)
+
+
+def test_a_schedule_of_ones_own() -> None:
+    def mine(ranks: int, microbatches: int) -> list[list[str]]:
+        rows = ["0F0 0F1 2F0 2B0 2F1 2B1 0B1 0B0", "1F0 1F1 1B0 1B1"]
+        return [row.split() for row in rows]
+
+    def wrong(ranks: int, microbatches: int) -> list[list[str]]:
+        return [mine(ranks, microbatches)[0], ["1F0", "1F1", "1B0"]]
+
+    cut, (batch,) = CUTS[3], batches()
+    params = make(cut)
+    with pytest.raises(ScheduleError, match=r"0B1, .* waits for 1B1"):
+        zf.pipeline(cut, 2, wrong)
+    grads, value = zf.pipeline(cut, 2, mine)(params, batch)
     want, of_whole = dense(cut, params, batch)
     assert_same(grads, want)
     assert_same(value, of_whole)

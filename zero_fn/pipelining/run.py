@@ -21,6 +21,7 @@ from ..collectives import psum
 from ..mesh import Axis, bound_axes
 from ..tree import PyTree, Tensor
 from .builders import Builder, pipeline_schedule
+from .checking import ScheduleError
 from .exchange import Exchange
 from .outlines import Outline, outlines
 from .schedule import Action, Schedule
@@ -185,7 +186,9 @@ class Pipeline:
                 "the same pipeline, pipeline.place(params)"
             )
         looks = [node.looks() for node in params] if placed else params
-        shapes = [self._outlined(looks, part, number, eager) for number, part in enumerate(parts)]
+        # what a trace knows ends with it
+        known = self._outlines if eager else {}
+        shapes = [self._outlined(looks, part, number, known) for number, part in enumerate(parts)]
         work = self._work(trees, parts, eager)
         exchange = Exchange(work, schedule, axis, shapes, tracing=not eager)
         exchange.run()
@@ -201,18 +204,20 @@ class Pipeline:
         return [tree.map(lambda g: psum(g, axis.name), grads[s]) for s in grads], value, weight
 
     def _work(self, trees: dict[int, PyTree], parts: list[PyTree], eager: bool) -> Work:
-        # what a trace knows ends with it
         programs = self._programs if eager else {}
         return Work(self.stages, trees, parts, self._shares(parts), programs, eager)
 
     def _outlined(
-        self, looks: Sequence[PyTree], part: PyTree, microbatch: int, eager: bool
+        self,
+        looks: Sequence[PyTree],
+        part: PyTree,
+        microbatch: int,
+        known: dict[Any, list[Outline]],
     ) -> list[Outline]:
         """What the stages hand on; run on fake tensors for the first such micro-batch."""
         leaves, treedef = tree.flatten((list(looks), part))
         seen = tuple(Look.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = treedef, seen, tuple((axis.name, axis.size) for axis in bound_axes().values())
-        known = self._outlines if eager else {}
         if key not in known:
             known[key] = outlines(self.stages, looks, part, microbatch)
         return known[key]
@@ -244,7 +249,12 @@ class Pipeline:
         count, name = len(self.stages), self._schedule
         tried = {}
         for number in range(count, 0, -1) if ranks is None else [ranks]:
-            built = pipeline_schedule(name, number, self.microbatches, **self.options)
+            try:
+                built = pipeline_schedule(name, number, self.microbatches, **self.options)
+            except ScheduleError:
+                if ranks is not None or number == 1:
+                    raise
+                continue  # a builder of one's own may be for fewer ranks
             if built.stages == count:
                 return built
             tried[number] = built.stages
@@ -258,10 +268,10 @@ class Pipeline:
 
 
 @functools.lru_cache(64)
-def _in_time(schedule: Schedule) -> list[Action]:
+def _in_time(schedule: Schedule) -> tuple[Action, ...]:
     """The actions of all ranks in the order in which they start."""
     events = [event for rank in timeline(schedule).events for event in rank]
-    return [event.action for event in sorted(events, key=lambda event: event.start)]
+    return tuple(event.action for event in sorted(events, key=lambda event: event.start))
 
 
 @functools.lru_cache(64)
