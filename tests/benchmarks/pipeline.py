@@ -84,49 +84,46 @@ def _shares(schedule: Schedule, ranks: Sequence[pipeline_contestants.Span]) -> t
     return predicted, 1 - statistics.mean(rank.busy for rank in ranks) / seconds
 
 
-def steps(config: gpt.Config, names: list[str], repeats: int, count: int) -> Table:
-    """The GPT's step, ours and torch's."""
+def steps(config: gpt.Config, name: str, repeats: int, count: int) -> Table:
+    """The GPT's step under one schedule, ours and torch's."""
     shown = Table(title=f"a GPT's step, {RANKS} processes, {MICROBATCHES} micro-batches")
     shown.add_column("step")
     for column in ("ms", "to torch's", "MiB", "to torch's", "loss off"):
         shown.add_column(column, justify="right")
-    for name in names:
-        contestants = [f"torch {name}", f"zero_fn {name}", f"zero_fn {name}, jit"]
-        with contextlib.ExitStack() as stack:
-            pools: dict[str, ProcessPool] = {}
-            losses: dict[str, list[float]] = {}
-            for contestant in contestants:
-                pools[contestant] = pool = ProcessPool(RANKS, time_limit=600)
-                stack.callback(pool.close)
-                build = pipeline_contestants.build
-                losses[contestant] = pool.run(
-                    build, contestant, config, STAGES[name], MICROBATCHES, 3
-                )[0]
-            times: dict[str, list[float]] = {contestant: [] for contestant in contestants}
-            for place in range(repeats):
-                for contestant, pool in pools.items():
-                    first = 3 + place * count
-                    seconds = pool.run(peers_contestants.timed, contestant, first, count)
-                    times[contestant].append(max(seconds))
-            memory = {
-                contestant: max(pool.run(peers_contestants.resident, contestant, 0, 3))
-                for contestant, pool in pools.items()
-            }
-        seconds_of = {name: statistics.median(taken) for name, taken in times.items()}
-        peer = contestants[0]
+    contestants = [f"torch {name}", f"zero_fn {name}", f"zero_fn {name}, jit"]
+    pools: dict[str, ProcessPool] = {}
+    losses: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {contestant: [] for contestant in contestants}
+    with contextlib.ExitStack() as stack:
         for contestant in contestants:
-            pairs = zip(losses[peer], losses[contestant], strict=True)
-            apart = max(abs(a - b) for a, b in pairs)
-            if apart > TOLERANCE:
-                raise AssertionError(f"{contestant} has losses {losses[contestant]}, not {losses}")
-            shown.add_row(
-                contestant,
-                f"{seconds_of[contestant] * 1e3:.0f}",
-                f"{seconds_of[contestant] / seconds_of[peer]:.2f}",
-                f"{memory[contestant]:.0f}",
-                f"{memory[contestant] / memory[peer]:.2f}",
-                f"{apart:.0e}",
-            )
+            pools[contestant] = pool = ProcessPool(RANKS, time_limit=600)
+            stack.callback(pool.close)
+            args = (contestant, config, STAGES[name], MICROBATCHES, 3)
+            losses[contestant] = pool.run(pipeline_contestants.build, *args)[0]
+        for place in range(repeats):
+            for contestant, pool in pools.items():
+                first = 3 + place * count
+                seconds = pool.run(peers_contestants.timed, contestant, first, count)
+                times[contestant].append(max(seconds))
+        memory = {
+            contestant: max(pool.run(peers_contestants.resident, contestant, 0, 3))
+            for contestant, pool in pools.items()
+        }
+    seconds_of = {name: statistics.median(taken) for name, taken in times.items()}
+    peer = contestants[0]
+    for contestant in contestants:
+        pairs = zip(losses[peer], losses[contestant], strict=True)
+        apart = max(abs(a - b) for a, b in pairs)
+        if apart > TOLERANCE:
+            raise AssertionError(f"the losses disagree: {losses}")
+        shown.add_row(
+            contestant,
+            f"{seconds_of[contestant] * 1e3:.0f}",
+            f"{seconds_of[contestant] / seconds_of[peer]:.2f}",
+            f"{memory[contestant]:.0f}",
+            f"{memory[contestant] / memory[peer]:.2f}",
+            f"{apart:.0e}",
+        )
     return shown
 
 
@@ -144,8 +141,8 @@ def main() -> None:
         console.print(idle(names, options.rest / 1e3, options.repeats))
     if options.only != "idle":
         config = TINY if options.tiny else CONFIG
-        names = ["1f1b"] if options.tiny else ["gpipe", "1f1b", "interleaved", "zbv"]
-        console.print(steps(config, names, options.repeats, options.steps))
+        for name in ["1f1b"] if options.tiny else ["gpipe", "1f1b", "interleaved", "zbv"]:
+            console.print(steps(config, name, options.repeats, options.steps))
     arguments = " ".join(sys.argv[1:])
     console.print(f"python -m tests.benchmarks.pipeline {arguments}; {where()}; one thread each")
 
