@@ -48,6 +48,14 @@ def test_peers() -> None:
     assert "zero_fn stage 3, eager" in out
 
 
+def test_pipeline() -> None:
+    out = run(
+        "tests.benchmarks.pipeline", "--tiny", "--rest", "5", "--repeats", "1", "--steps", "1"
+    )  # fmt: skip
+    assert "idle share" in out
+    assert "zero_fn 1f1b, jit" in out
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 

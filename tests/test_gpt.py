@@ -132,8 +132,6 @@ def test_a_layout_is_a_static_field_of_a_traced_argument() -> None:
         values.append(run(Model(params, config(layout)), batch(2)))
         of = dataclasses.replace(config(layout), attention=masked(layout))
         want = gpt.loss(params, batch(2), of)
-            params, batch(2), dataclasses.replace(config(layout), attention=masked(layout))
-        )
         torch.testing.assert_close(values[-1], want)
     assert len(runs) == 2  # the second layout is the first one
     assert values[0] == values[1] != values[2]

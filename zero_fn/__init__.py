@@ -38,10 +38,12 @@ from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
 from .compression import compress, compression_state
 from .feedback import ErrorFeedback
 
-# Pipeline schedules as data: build, check, time and draw them; cut layers into stages.
+# Pipelines: stages run by a schedule. Schedules as data: build, check, time and draw them; cut
+# layers into stages.
 from .pipelining.builders import pipeline_schedule
 from .pipelining.checking import check_schedule
 from .pipelining.partition import partition
+from .pipelining.run import pipeline
 from .pipelining.timeline import timeline
 
 # Optimizers, as (init, update) pairs.
@@ -133,6 +135,7 @@ __all__ = [
     "onebit_adam",
     "onebit_lamb",
     "partition",
+    "pipeline",
     "pipeline_schedule",
     "pmean",
     "policy",

@@ -56,7 +56,7 @@ def accumulate(
         if not reduce:
             params = tree.map(_own, params, is_leaf=is_piece)
         nodes, treedef = tree.flatten(params, is_piece)
-        leaves = [_Leaf(node, dtype, reduce_dtype) for node in nodes]
+        leaves = [AccumulatedLeaf(node, dtype, reduce_dtype) for node in nodes]
         ranks = axis_size(axis)
         share = 1 / (microbatches * (ranks if reduce else 1))
 
@@ -66,7 +66,7 @@ def accumulate(
             return at_least_float32(value) * share
 
         values = []
-        for part in _parts(batch, microbatches):
+        for part in cut_batch(batch, microbatches):
             grads, value = grad_and_value(loss)([leaf.value for leaf in leaves], part)
             values.append(value)
             for leaf, g in zip(leaves, grads, strict=True):
@@ -99,17 +99,21 @@ def _own(node: Any) -> Any:
     return node.whole(node.local)
 
 
-class _Leaf:
+class AccumulatedLeaf:
     """One leaf on its way through the micro-batches: what it is for them, and its gradient so far.
 
     A piece that is gathered once stands here whole, with the pullback that reduces its gradient.
     """
 
     def __init__(
-        self, node: Any, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+        self,
+        node: Any,
+        dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.node, self.sum = node, None  # type: Any, Any
         self.dtypes = dtype, reduce_dtype
+        self.own = False  # whether the sum's memory is nobody else's
         self.early = isinstance(node, Sharded) and node.scheme.gather_at == "step"
         self.each = not self.early or node.scheme.reduce_at == "microbatch"
         self.value: Any = node
@@ -123,13 +127,28 @@ class _Leaf:
             return self._cast(self._whole(value.local))
         return value if self.early else self._cast(value)
 
-    def add(self, g: Any) -> None:
+    def add(self, g: Any, *, own: bool = False, in_place: bool = False) -> None:
+        """Add one micro-batch's gradient.
+
+        Args:
+            g: the gradient.
+            own: whether its memory is nobody else's.
+            in_place: whether to write into memory, where that is the sum's own.
+        """
         if self.early:
             g = g.to(self.node.dtype)
-            g = self._reduced(g) if self.each else g
-        self.sum = g if self.sum is None else tree.map(torch.add, self.sum, g)
+            if self.each:
+                g, own = self._reduced(g), False
+        if self.sum is None:
+            self.sum, self.own = g, own and in_place
+        elif self.own:
+            tree.map(torch.Tensor.add_, self.sum, g)
+        else:
+            self.sum, self.own = tree.map(torch.add, self.sum, g), in_place
 
     def gradient(self) -> Any:
+        if self.sum is None:  # nothing used it
+            return tree.map(torch.zeros_like, self.node)
         return self.sum if self.each else self._reduced(self.sum)
 
     def _whole(self, local: Tensor) -> Tensor:
@@ -146,21 +165,26 @@ class _Leaf:
         return self.node.like(self.pullback(g)[0])
 
 
-def _parts(batch: PyTree, count: int) -> list[PyTree]:
-    """The batch, cut along dimension 0 into equal parts."""
+def cut_batch(batch: PyTree, count: int, *, uneven: bool = False) -> list[PyTree]:
+    """The batch, cut along dimension 0 into equal parts, or ones that differ by a row at most.
+
+    Raises:
+        ValueError: for a tensor that cannot be cut so, with its key path.
+    """
     if count == 1:
         return [batch]
 
     def cut(path: str, x: Any) -> list[Any]:
         if not isinstance(x, Tensor):
             return [x] * count
-        if x.ndim == 0 or x.shape[0] % count:
+        if x.ndim == 0 or (x.shape[0] < count if uneven else x.shape[0] % count):
             where = f"the batch at {path!r}" if path else "the batch"
+            wrong = "has fewer rows than" if uneven and x.ndim else "is not divisible by"
             raise ValueError(
-                f"{where}: a rank has a tensor of shape {tuple(x.shape)}, and dimension 0 is not "
-                f"divisible by microbatches={count}"
+                f"{where}: a rank has a tensor of shape {tuple(x.shape)}, and dimension 0 {wrong} "
+                f"microbatches={count}"
             )
-        return list(x.chunk(count))
+        return list(x.tensor_split(count))
 
     leaves, treedef = tree.flatten(batch)
     columns = [cut(path, x) for path, x in zip(tree.paths(batch), leaves, strict=True)]

@@ -58,7 +58,7 @@ def grad_and_value(
             tree.check_tensors(args[place], f"argument {place}", floating=True)
         leaves, treedef = tree.flatten(tuple(args[place] for place in places))
 
-        static: list[_Static] = []
+        static: list[Static] = []
 
         def of_leaves(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
             given = list(args)
@@ -66,14 +66,14 @@ def grad_and_value(
                 given[place] = argument
             out = f(*given, **kwargs)
             value, aux = _pair(out) if has_aux else (out, None)
-            tensors, rest = _split(aux)
+            tensors, rest = split_tensors(aux)
             static[:] = [rest]
             return _scalar(value), tensors
 
         value, pullback, aux = _vjp(of_leaves, *leaves, has_aux=True)
         grads = tree.unflatten(treedef, pullback(torch.ones_like(value), retain_graph=False))
         grads = grads[0] if isinstance(argnums, int) else grads
-        return grads, (value, _joined(aux, static[0])) if has_aux else value
+        return grads, (value, join_tensors(aux, static[0])) if has_aux else value
 
     return differentiated
 
@@ -112,10 +112,10 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         # What f captures at a level of vmap, and the axes' tokens, are inputs like others: the
         # backward runs at other levels than the forward, where such a tensor means another one.
         captures = _captures(f)
-        tensors, inputs = _split((args, kwargs))
+        tensors, inputs = split_tensors((args, kwargs))
         axes = bound_axes()
         tokens = {name: axis.token for name, axis in axes.items() if axis.token is not None}
-        outputs: list[_Static] = []
+        outputs: list[Static] = []
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
             bound, rest = dict(axes), iter(values)
@@ -123,31 +123,33 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
                 bound[name] = axes[name]._replace(token=next(rest))
             others = {id(x): next(rest) for x in captures}
             with bind(bound):
-                args, kwargs = _joined(list(rest), inputs)
-                results, static = _split(replaced(f, others)(*args, **kwargs))
+                args, kwargs = join_tensors(list(rest), inputs)
+                results, static = split_tensors(replaced(f, others)(*args, **kwargs))
             outputs[:] = [static]
             return tuple(results)
 
         results = _Remat.apply(body, name_of(f), *tokens.values(), *captures, *tensors)
-        return _joined(results, outputs[0])
+        return join_tensors(results, outputs[0])
 
     return recomputed
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """What a tree is besides its tensors: its structure, and the leaves that are no tensors."""
 
     treedef: tree.TreeDef
     others: list[Any]  # None where a tensor stands
 
 
-def _split(value: Any) -> tuple[list[Tensor], _Static]:
+def split_tensors(value: Any) -> tuple[list[Tensor], Static]:
+    """The tensors of a tree, and the rest of it."""
     leaves, treedef = tree.flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, _Static(treedef, [None if isinstance(x, Tensor) else x for x in leaves])
+    return tensors, Static(treedef, [None if isinstance(x, Tensor) else x for x in leaves])
 
 
-def _joined(tensors: Sequence[Tensor], static: _Static) -> Any:
+def join_tensors(tensors: Sequence[Tensor], static: Static) -> Any:
+    """The tree again."""
     rest = iter(tensors)
     return tree.unflatten(
         static.treedef, [next(rest) if other is None else other for other in static.others]

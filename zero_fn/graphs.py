@@ -105,6 +105,15 @@ def parts(node: Node) -> list[tuple[Node, int]]:
     return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
 
 
+def unlike_groups(graph: Graph) -> set[str]:
+    """The process groups whose ranks run different programs: the stages of a pipeline.
+
+    Collectives over them keep their order, which each rank's passes would choose by itself.
+    """
+    messages = ("zero_fn::send", "zero_fn::receive")
+    return {str(node.args[-1]) for node in graph.nodes if op_name(node) in messages}
+
+
 def wait_of(collective: Node) -> Node | None:
     """The wait for a collective; None if anything else reads its result."""
     users = [*collective.users]

@@ -45,9 +45,12 @@ def map(
 
 
 def paths(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[str]:
-    """The key path of each leaf, as ``a.0.b``, in the order of :func:`leaves`."""
+    """The key path of each leaf, as ``a.0.b``, in the order of :func:`leaves`.
+
+    A node that is no step of the path names its child with an empty name.
+    """
     accessors = optree.tree_accessors(tree, is_leaf, namespace=NAMESPACE)
-    return [".".join(_key(entry) for entry in accessor) for accessor in accessors]
+    return [join_path(*(_key(entry) for entry in accessor)) for accessor in accessors]
 
 
 def _key(entry: Any) -> str:

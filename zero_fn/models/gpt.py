@@ -10,6 +10,7 @@ Heads, hidden units and vocabulary are then divided among its ranks.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from zero_fn.collectives import axis_size, pscatter, pvary
 from zero_fn.kernels import Layout, block_sparse_attention, dense_attention
+from zero_fn.pipelining.partition import partition
 from zero_fn.sliced_layers import (
     column_linear,
     row_linear,
@@ -356,3 +358,55 @@ def _check_divisible(config: Config, length: int, axis: str, sequence_parallel: 
                 f"{name}={count} is not divisible by the {axis_size(axis)} ranks of {axis!r}, "
                 "which divide it among them"
             )
+
+
+# The same model cut into the stages of a pipeline: ``zf.pipeline(stages(config, n), microbatches)``
+# with ``split_params(params, config, n)``.
+
+Stage = Callable[[Params, Any, Any], Any]
+
+
+def stages(config: Config, n: int) -> list[Stage]:
+    """The model as ``n`` functions (params, carry, micro-batch) to a carry, the last to the loss.
+
+    Raises:
+        ValueError: if there are fewer layers than stages; the embedding and the head count.
+    """
+    return [
+        functools.partial(_stage, config, first=stage == 0, last=stage == n - 1)
+        for stage in range(len(_layers(config, n)))
+    ]
+
+
+def split_params(params: Params, config: Config, n: int) -> tuple[Params, ...]:
+    """The parameters of each of the :func:`stages`; the tensors are the same, ties too."""
+    cut = []
+    for stage, layers in enumerate(_layers(config, n)):
+        inner = range(max(layers.start, 1), min(layers.stop, config.layers + 1))
+        part: Params = {"blocks": [params["blocks"][layer - 1] for layer in inner]}
+        if stage == 0:
+            part |= {name: params[name] for name in ("tokens", "positions")}
+        if stage == n - 1:
+            part |= {name: params[name] for name in ("norm", "head")}
+        cut.append(part)
+    return tuple(cut)
+
+
+def _layers(config: Config, n: int) -> tuple[range, ...]:
+    """The layers of each stage: the embedding, the blocks, the head, balanced by arithmetic."""
+    if config.layers + 2 < n:
+        raise ValueError(
+            f"{config.layers} blocks, the embedding and the head are {config.layers + 2} layers, "
+            f"and cannot be cut into {n} stages"
+        )
+    block = 12 * config.width + config.length  # multiplications a token and channel
+    return partition([0, *[block] * config.layers, config.vocabulary], n)
+
+
+def _stage(
+    config: Config, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
+) -> Tensor:
+    tokens, targets = batch
+    x = embed(params, tokens, config) if first else carry
+    x = transform(params["blocks"], x, config)
+    return cross_entropy(logits(params, x), targets, config) if last else x

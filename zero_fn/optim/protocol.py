@@ -12,7 +12,7 @@ import torch
 
 from .. import tree
 from ..collectives import psum, pvary
-from ..ranks import placed_leaves
+from ..ranks import placed_leaves, tree_axes
 from ..tree import PyTree, Tensor
 
 
@@ -91,20 +91,27 @@ def stateless(f: Callable[[PyTree, PyTree], PyTree]) -> Optimizer:
 def global_norm(grads: PyTree) -> Tensor:
     """The Euclidean norm of all leaves as one vector, the same on all ranks; 0-dim.
 
-    Pieces add over the axes they are cut on, and over those only. Sums are in float32, or in
-    float64 if a leaf is.
+    Pieces add over the axes they are cut on, and over those only; a copy of what another rank
+    holds does not count. Sums are in float32, or in float64 if a leaf is, or if ranks hold
+    different leaves and cannot know.
     """
-    leaves = placed_leaves(grads)
-    dtypes = [leaf.value.dtype for leaf in leaves]
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    leaves, outer = placed_leaves(grads), tree_axes(grads)
+    wide = bool(outer) or any(leaf.value.dtype == torch.float64 for leaf in leaves)
+    dtype = torch.float64 if wide else torch.float32
     sums: dict[tuple[str, ...], Tensor] = {}
     for leaf in leaves:
-        square = leaf.value.to(dtype).square().sum()
-        sums[leaf.axes] = sums[leaf.axes] + square if leaf.axes in sums else square
-    total = torch.zeros((), dtype=dtype)
+        if not leaf.copy:
+            square = leaf.value.to(dtype).square().sum()
+            sums[leaf.axes] = sums[leaf.axes] + square if leaf.axes in sums else square
+    total = own = torch.zeros((), dtype=dtype)
     for axes, square in sums.items():
-        total = total + (psum(square, axes) if axes else square)
-    return total.sqrt()
+        inner = tuple(axis for axis in axes if axis not in outer)
+        square = psum(square, inner) if inner else square
+        if inner == axes:
+            total = total + square
+        else:  # ranks sum the same axes in the same order, whatever leaves they hold
+            own = own + square
+    return (total + psum(own, outer) if outer else total).sqrt()
 
 
 def scale_by_factor(grads: PyTree, factor: Tensor) -> PyTree:

@@ -7,7 +7,18 @@ until the backward. These passes move and repeat collectives; they change no num
 
 from torch.fx import Graph, Node
 
-from ..graphs import ALL_GATHER, REDUCTIONS, WAIT, base, nbytes, order, origin, prepared, readers
+from ..graphs import (
+    ALL_GATHER,
+    REDUCTIONS,
+    WAIT,
+    base,
+    nbytes,
+    order,
+    origin,
+    prepared,
+    readers,
+    unlike_groups,
+)
 from ..program import Program, sharded_inputs
 
 SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
@@ -16,7 +27,9 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 def reduce_early(program: Program) -> Program:
     """Reduce each gradient as soon as it is complete, so that few are whole at once."""
     graph = program.graph_module.graph
-    for node in [node for node in graph.nodes if node.target in REDUCTIONS]:
+    unlike = unlike_groups(graph)
+    moving = [node for node in graph.nodes if node.target in REDUCTIONS]
+    for node in [node for node in moving if node.args[-1] not in unlike]:
         chain = [*prepared(node), node, *_waits(node)]
         place = _last_input(graph, chain)
         for part in chain:
@@ -38,7 +51,9 @@ def gather_late(program: Program) -> Program:
     place = order(graph)
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
-    for gather in [node for node in graph.nodes if node.target is ALL_GATHER]:
+    unlike = unlike_groups(graph)
+    gathers = [node for node in graph.nodes if node.target is ALL_GATHER]
+    for gather in [node for node in gathers if node.args[-1] not in unlike]:
         source = origin(gather)
         if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL

@@ -1,0 +1,70 @@
+"""A stage's three programs: what is held between them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import zero_fn as zf
+from zero_fn import tree
+from zero_fn.models import gpt
+from zero_fn.pipelining.schedule import Action
+from zero_fn.pipelining.work import Work
+
+CONFIG = gpt.Config(vocabulary=64, length=32, layers=4, heads=4, width=64, tied=False)
+
+
+def held(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> int:
+    """The bytes of the tensors' memory, each once, but for what lies in other tensors' memory."""
+    known = {x.untyped_storage().data_ptr() for x in beside}
+    found = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(size for memory, size in found.items() if memory not in known)
+
+
+def started(remat: bool = False) -> tuple[Work, list[Tensor]]:
+    """Both stages of a GPT after the forward of one micro-batch, and their parameters."""
+    stages = gpt.stages(CONFIG, 2)
+    params = gpt.split_params(gpt.init(CONFIG), CONFIG, 2)
+    tokens = torch.randint(0, 64, (4, 32))
+    wrapped = [zf.remat(stage) if remat else stage for stage in stages]
+    work = Work(wrapped, dict(enumerate(params)), [(tokens, tokens)], [1.0], {}, eager=True)
+    for stage in (0, 1):
+        work.compute(Action(stage, "F", 0))
+    return work, tree.leaves(params)
+
+
+def test_no_more_is_saved_than_by_autograd() -> None:
+    work, params = started()
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    needing = [x.requires_grad_() for x in params]
+    own = tree.unflatten(tree.flatten(gpt.split_params(gpt.init(CONFIG), CONFIG, 2))[1], needing)
+    (tokens, _), _ = work.parts[0]
+    carry = None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        for stage, of_stage in zip(gpt.stages(CONFIG, 2), own, strict=True):
+            carry = stage(of_stage, carry, (tokens, tokens))
+    ours = [x for _, tensors in work.saved.values() for x in tensors]
+    assert held(ours, params) <= held(saved, params)
+
+
+def test_what_is_due_is_what_weights_need() -> None:
+    """Between I and W: the matrices' inputs and their results' gradients."""
+    work, params = started()
+    work.compute(Action(1, "I", 0))
+    (_, saved), (_, due) = work.saved[0, 0], work.due[1, 0]
+    assert (1, 0) not in work.saved
+    grads = [x for x in due if x.shape[-1:] == (CONFIG.width,)]
+    assert grads
+    assert held(due, params) < 2 * held(saved, params)
+
+
+def test_remat_saves_inputs_alone() -> None:
+    work, params = started(remat=True)
+    (_, first), (_, last) = work.saved[0, 0], work.saved[1, 0]
+    assert held(first, params) == 4 * 32 * 8  # the tokens
+    assert held(last, params) == 4 * 32 * 8 + 4 * 32 * 64 * 4  # and the carry
