@@ -271,7 +271,7 @@ def _divided(x: Tensor, dim: int, axis: str, what: str) -> int:
 def _apply(kind: str, x: Tensor, name: str, static: Static) -> Tensor:
     axis = bound_axis(name)
     if axis.size == 1:
-        return _alone(kind, sent(x, kind, current_wire()).to(x.dtype), static)
+        return _alone(kind, x, static)
     place = axis.size, axis.place, axis.group
     return _call(x, axis.token, kind, name, *place, static, current_wire())
 

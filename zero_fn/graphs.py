@@ -6,7 +6,7 @@ A collective only starts where its node stands; its input is read, and its resul
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -76,9 +76,24 @@ _UNDECLARED = {
 def base(node: Node) -> Node:
     """The node whose memory a chain of views looks at."""
     while node.op == "call_function" and is_alias(node):
-        into = node.kwargs.get("out") if node.target is ALL_GATHER_OUT else node.args[0]
-        node = into  # type: ignore[assignment]
+        node = _looked_at(node)
     return node
+
+
+def _looked_at(node: Node) -> Any:
+    """The argument whose memory a node's value is."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target not in _UNDECLARED:
+        returned = node.target._schema.returns[0].alias_info
+        shared = set() if returned is None else returned.before_set
+        for place, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.before_set & shared:
+                return _given(node, place, argument.name)
+    return node.args[0]
+
+
+def _given(node: Node, place: int, name: str) -> Any:
+    """What a node is given for an argument of its operation."""
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def nbytes(node: Any) -> int:
@@ -105,13 +120,16 @@ def parts(node: Node) -> list[tuple[Node, int]]:
     return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
 
 
-def unlike_groups(graph: Graph) -> set[str]:
-    """The process groups whose ranks run different programs: the stages of a pipeline.
+def movable(graph: Graph, targets: Collection[Any]) -> list[Node]:
+    """The collectives of these kinds that a pass may move.
 
-    Collectives over them keep their order, which each rank's passes would choose by itself.
+    Those over a group whose ranks run different programs, the stages of a pipeline, keep their
+    order, which each rank's passes would choose by itself.
     """
     messages = ("zero_fn::send", "zero_fn::receive")
-    return {str(node.args[-1]) for node in graph.nodes if op_name(node) in messages}
+    unlike = {node.args[-1] for node in graph.nodes if op_name(node) in messages}
+    nodes = [node for node in graph.nodes if node.target in targets]
+    return [node for node in nodes if node.args[-1] not in unlike]
 
 
 def wait_of(collective: Node) -> Node | None:
@@ -150,8 +168,7 @@ def written(node: Node) -> list[Node]:
     found: list[Node] = []
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            map_arg(given, found.append)
+            map_arg(_given(node, place, argument.name), found.append)
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 from . import tree
 from .collectives import psum, pvary
 from .naming import suggestion
-from .ranks import placed_leaves
+from .ranks import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
 
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -30,13 +30,21 @@ class Policy(NamedTuple):
         reduce: in which gradients travel and are summed over ranks.
     """
 
-    params: torch.dtype = torch.float32
-    compute: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
+    params: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
 
 
 def policy(params: str = "float32", compute: str = "bf16", reduce: str = "float32") -> Policy:
-    """A :class:`Policy` from names: ``float32``, ``bf16``, ``float16``, ...; torch's or short ones.
+    """A :class:`Policy` from names of dtypes, torch's (``float32``) or short ones (``fp32``).
+
+    The default keeps float32 master parameters beside bfloat16 computing (arXiv 1710.03740,
+    section 3.1).
+
+    Args:
+        params: at rest, of parameters and optimizer state.
+        compute: of what the loss sees, and of parameters on the wire.
+        reduce: in which gradients travel and are summed over ranks.
 
     Raises:
         ValueError: for a name that is no floating-point dtype of 16 bits or more.
@@ -159,13 +167,14 @@ class LossScale:
 def all_finite(grads: PyTree) -> Tensor:
     """Whether no leaf holds a NaN or an infinity, on any rank; 0-dim bool, the same on all ranks.
 
-    One collective of one number, over the axes that any leaf is cut on.
+    One collective of one number for each axis that leaves are cut on.
     """
-    leaves = placed_leaves(grads)
-    axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.axes))
+    leaves, outer = placed_leaves(grads), tree_axes(grads)
+    cut = {axis for leaf in leaves for axis in leaf.axes}
+    # Ranks with different leaves come last, and all of them take part.
+    axes = (*sorted(cut - set(outer)), *outer)
     bad = torch.zeros((), dtype=torch.float32)
-    if axes:
-        bad = pvary(bad, axes)
+    bad = pvary(bad, axes) if axes else bad
     for leaf in leaves:
         found = (~leaf.value.isfinite()).any().to(torch.float32)
         missing = tuple(axis for axis in axes if axis not in leaf.axes)

@@ -16,11 +16,11 @@ from ..graphs import (
     REDUCE_SCATTER,
     WAIT,
     call,
+    movable,
     nbytes,
     order,
     prepared,
     readers,
-    unlike_groups,
     views,
     wait_of,
 )
@@ -38,10 +38,8 @@ def bucket(program: Program) -> Program:
     Gathers are joined where the first of them stands, reductions where the last one does: between
     the members nothing may need a result, or make an input, of the others.
     """
-    unlike = unlike_groups(program.graph_module.graph)
     for target, (runs, join) in _JOIN.items():
-        nodes = [node for node in program.graph_module.graph.nodes if node.target is target]
-        nodes = [node for node in nodes if node.args[-1] not in unlike]
+        nodes = movable(program.graph_module.graph, {target})
         small = [node for node in nodes if _payload(node) < LARGE and wait_of(node) is not None]
         groups: dict[object, list[Node]] = {}
         for node in small:

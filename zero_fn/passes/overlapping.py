@@ -15,10 +15,10 @@ from ..graphs import (
     REDUCE_SCATTER,
     WAIT,
     base,
+    movable,
     nbytes,
     order,
     prepared,
-    unlike_groups,
     views,
     wait_of,
     written,
@@ -73,9 +73,7 @@ def _gather_ahead(program: Program) -> None:
     graph = program.graph_module.graph
     changed = _written(program)
     waits = {n.args[0]: n for n in graph.nodes if n.target is WAIT}
-    unlike = unlike_groups(graph)
-    gathers = [n for n in graph.nodes if n.target is ALL_GATHER and n in waits]
-    gathers = [n for n in gathers if n.args[-1] not in unlike]
+    gathers = [n for n in movable(graph, {ALL_GATHER}) if n in waits]
     started = 0
     for number, gather in enumerate(gathers):
         started = max(started, number + 1)

@@ -12,12 +12,12 @@ from ..graphs import (
     REDUCTIONS,
     WAIT,
     base,
+    movable,
     nbytes,
     order,
     origin,
     prepared,
     readers,
-    unlike_groups,
 )
 from ..program import Program, sharded_inputs
 
@@ -27,9 +27,7 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 def reduce_early(program: Program) -> Program:
     """Reduce each gradient as soon as it is complete, so that few are whole at once."""
     graph = program.graph_module.graph
-    unlike = unlike_groups(graph)
-    moving = [node for node in graph.nodes if node.target in REDUCTIONS]
-    for node in [node for node in moving if node.args[-1] not in unlike]:
+    for node in movable(graph, REDUCTIONS):
         chain = [*prepared(node), node, *_waits(node)]
         place = _last_input(graph, chain)
         for part in chain:
@@ -51,9 +49,7 @@ def gather_late(program: Program) -> Program:
     place = order(graph)
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
-    unlike = unlike_groups(graph)
-    gathers = [node for node in graph.nodes if node.target is ALL_GATHER]
-    for gather in [node for node in gathers if node.args[-1] not in unlike]:
+    for gather in movable(graph, {ALL_GATHER}):
         source = origin(gather)
         if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL
