@@ -14,7 +14,7 @@
     staging.py     on processes: each rank holds its own stages' parameters; ties between ranks
     exchange.py    on processes: one rank walks its list, with messages beside the computing
     outlines.py    what passes between stages, from a run on fake tensors
-    wire.py        messages as operations that a trace keeps
+    messages.py    messages as operations that a trace keeps
 
 Nothing is re-exported here, because `timeline` and `partition` would each be a module and a
 function under one name. Schedules import nothing but the standard library; matplotlib and rich

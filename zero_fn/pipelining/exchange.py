@@ -20,10 +20,10 @@ import torch
 from ..collectives import all_gather, psum
 from ..mesh import Axis
 from ..tree import Tensor
+from .messages import MessageError, finish_sends, forget, may_post_ahead, receive, received, send
 from .outlines import Outline
 from .schedule import COMPUTE, Action, Schedule, peer
 from .staging import Look
-from .wire import MessageError, finish_sends, forget, may_post_ahead, receive, received, send
 from .work import Carry, PipelineError, Work, described, failure
 
 AHEAD = 2  # computing actions before which the receives for them are posted

@@ -15,10 +15,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .. import tree
 from ..accumulation import cut_batch
 from ..collectives import psum
 from ..mesh import Axis, bound_axes
+from ..optim import scale_by_factor
 from ..tree import PyTree, Tensor
 from .builders import Builder, pipeline_schedule
 from .checking import ScheduleError
@@ -35,7 +38,7 @@ from .staging import (
     tie_stages,
 )
 from .timeline import timeline, with_communication
-from .work import Programs, StageFn, Work, is_eager, scaled
+from .work import Programs, StageFn, Work, is_eager
 
 # The gradients of the stages, the sum of the losses, and that of their weights if they have any.
 _Results = tuple[list[PyTree], Tensor, Tensor | None]
@@ -134,7 +137,8 @@ class Pipeline:
             of_stages, value, weight = self._one_rank(params, parts, axis)
         grads: PyTree = tuple(of_stages) if isinstance(params, tuple) else of_stages
         if weight is not None:
-            grads, value = scaled(grads, weight), value / weight
+            grads = scale_by_factor(grads, 1 / weight.to(torch.float64))
+            value = value / weight
         return grads, value
 
     def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:

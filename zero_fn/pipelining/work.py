@@ -15,9 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from .. import tree
 from ..autodiff import Static, join_tensors, split_tensors
 from ..captures import name_of
-from ..collectives import pvary
 from ..mesh import bound_axes
-from ..ranks import placed_leaves
 from ..tree import PyTree, Tensor
 from .parameters import StageParams
 from .schedule import Action
@@ -235,15 +233,6 @@ def is_eager(params: PyTree, batch: PyTree) -> bool:
     fake = any(isinstance(x, FakeTensor) for x in tree.leaves((params, batch)))
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return not fake and not transformed and get_proxy_mode() is None
-
-
-def scaled(grads: PyTree, total: Tensor) -> PyTree:
-    """Gradients divided by what all ranks share."""
-    leaves = placed_leaves(grads)
-    divided = [
-        x.value / (pvary(total, x.axes) if x.axes else total).to(x.value.dtype) for x in leaves
-    ]
-    return tree.unflatten(tree.flatten(grads)[1], divided)
 
 
 def described(stages: Sequence[StageFn], action: Action) -> str:
