@@ -53,23 +53,23 @@ def forward(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     plan = _plan(layout)
-    out = torch.zeros(q.shape, dtype=wide)
+    out = torch.zeros(q.shape, dtype=q.dtype)
     log_sum = torch.full(q.shape[:-1], -math.inf, dtype=wide)
     k_blocks, v_blocks = (_in_blocks(x.to(wide), layout) for x in (k, v))
     for heads, group, kv_heads, rows in _parts(layout, plan, q.shape[1], k.shape[1]):
         own_k, own_v = (x if kv_heads is None else x[:, kv_heads] for x in (k_blocks, v_blocks))
-        own_q = q.to(wide) if heads is None else q[:, heads].to(wide)
+        own_q = q if heads is None else q[:, heads]
         for row in rows:
             keys, values = _gathered(own_k, row), _gathered(own_v, row)
-            queries = _folded(own_q[:, :, row.start : row.stop], group)
+            queries = _folded(own_q[:, :, row.start : row.stop], group).to(wide)
             mask = _mask(plan, row, bias, heads, group, layout, wide)
             found, total = _flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
             if mask is not None:  # where nothing is seen, torch has 0
                 total = total.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
             place = slice(None) if heads is None else heads
-            out[:, place, row.start : row.stop] = _unfolded(found, group)
+            out[:, place, row.start : row.stop] = _unfolded(found, group).to(q.dtype)
             log_sum[:, place, row.start : row.stop] = _unfolded(total[..., None], group)[..., 0]
-    return out.to(q.dtype), log_sum
+    return out, log_sum
 
 
 def backward(
@@ -87,20 +87,20 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     plan = _plan(layout)
     k_blocks, v_blocks = (_in_blocks(x.to(wide), layout) for x in (k, v))
-    grad_q = torch.zeros(q.shape, dtype=wide)
+    grad_q = torch.zeros(q.shape, dtype=q.dtype)
     grad_k, grad_v = torch.zeros_like(k_blocks), torch.zeros_like(v_blocks)
     # exp(-inf - 0) is 0 for what sees nothing.
     log_sum = log_sum.masked_fill(log_sum == -math.inf, 0)
-    by_query = [x.to(wide) for x in (grad, q, out, log_sum[..., None])]
+    by_query = grad, q, out, log_sum[..., None]
     for heads, group, kv_heads, rows in _parts(layout, plan, q.shape[1], k.shape[1]):
         own_k, own_v = (x if kv_heads is None else x[:, kv_heads] for x in (k_blocks, v_blocks))
-        own = by_query if heads is None else [x[:, heads] for x in by_query]
+        own = by_query if heads is None else tuple(x[:, heads] for x in by_query)
         sums = grad_k, grad_v
         if kv_heads is not None:
             sums = torch.zeros_like(own_k), torch.zeros_like(own_v)
         for row in rows:
             keys, values = _gathered(own_k, row), _gathered(own_v, row)
-            of_row = [_folded(x[:, :, row.start : row.stop], group) for x in own]
+            of_row = [_folded(x[:, :, row.start : row.stop], group).to(wide) for x in own]
             grad_row, queries, out_row, total = of_row
             mask = _mask(plan, row, bias, heads, group, layout, wide)
             found = _flash_backward(
@@ -116,7 +116,7 @@ def backward(
                 scale=scale,
             )
             place = slice(None) if heads is None else heads
-            grad_q[:, place, row.start : row.stop] = _unfolded(found[0], group)
+            grad_q[:, place, row.start : row.stop] = _unfolded(found[0], group).to(q.dtype)
             for total_grad, part in zip(sums, found[1:], strict=True):
                 part = part.unflatten(2, (-1, layout.block))
                 if row.run is not None:
@@ -129,7 +129,7 @@ def backward(
     grad_k, grad_v = (
         x.flatten(2, 3)[:, :, : layout.k_len].to(k.dtype).contiguous() for x in (grad_k, grad_v)
     )
-    return grad_q.to(q.dtype), grad_k, grad_v
+    return grad_q, grad_k, grad_v
 
 
 def _plan(layout: Layout) -> _Plan:
