@@ -79,6 +79,10 @@ from .precision import LossScale, Policy, all_finite, policy, select
 from .compiler import jit
 from .program import Program
 
+# What a step will cost, before it runs.
+from .hardware import Hardware, hardware
+from .planning import Plan, compare, eval_shape, plan
+
 # A ready-made step and loop.
 from .train import Train, TrainState, fit, progress, train_step
 
@@ -90,12 +94,14 @@ __all__ = [
     "BFloat16",
     "Codec",
     "ErrorFeedback",
+    "Hardware",
     "Int8",
     "LocalOptimizer",
     "LossScale",
     "Mesh",
     "OneBit",
     "Optimizer",
+    "Plan",
     "Policy",
     "PowerSGD",
     "Program",
@@ -121,15 +127,18 @@ __all__ = [
     "check_schedule",
     "clip_by_global_norm",
     "column_linear",
+    "compare",
     "compress",
     "compressed",
     "compression_state",
     "constant",
+    "eval_shape",
     "fit",
     "gather_tree",
     "global_norm",
     "grad",
     "grad_and_value",
+    "hardware",
     "jit",
     "local_slices",
     "onebit_adam",
@@ -137,6 +146,7 @@ __all__ = [
     "partition",
     "pipeline",
     "pipeline_schedule",
+    "plan",
     "pmean",
     "policy",
     "ppermute",

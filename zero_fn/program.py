@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import accounting, tree
-from .accounting import Collective, Moment
+from .accounting import Collective, Moment, Work
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
 from .sharding import Sharded
@@ -55,9 +55,9 @@ class Peak(NamedTuple):
     line: str
 
     def __str__(self) -> str:
-        split = ", ".join(f"{part} {_size(n)}" for part, n in self.parts.items() if n)
+        split = ", ".join(f"{part} {size_of(n)}" for part, n in self.parts.items() if n)
         line = f" ({self.line})" if self.line else ""
-        return f"{_size(self.bytes)} at {self.operation}{line}: {split}"
+        return f"{size_of(self.bytes)} at {self.operation}{line}: {split}"
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,17 @@ class Program:
     def flops(self) -> int:
         """The floating-point operations of matrix products, convolutions and attention."""
         return accounting.flops(self.graph_module.graph)
+
+    def work(self) -> list[Work]:
+        """What each operation has to do: floating-point operations, and bytes read and written."""
+        return accounting.work(self.graph_module.graph)
+
+    def at_rest(self) -> dict[str, int]:
+        """The bytes of the arguments by what they are: parameters, optimizer state, other."""
+        found: dict[str, int] = {}
+        for node, part in self._inputs().items():
+            found[part] = found.get(part, 0) + nbytes(node)
+        return found
 
     def memory_timeline(self) -> list[Moment]:
         """What is alive while each operation runs, in bytes.
@@ -254,7 +265,7 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
         axis, ranks = axes.get(str(node.args[-1]), (node.args[-1], 1))
         name, arguments = collective, [_shown(node.args[0]), f"{axis}={ranks}"]
         sent = accounting.RING[collective](nbytes(node.args[0]), ranks)
-        notes.insert(0, f"sends {_size(sent)}")
+        notes.insert(0, f"sends {size_of(sent)}")
     arguments += [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
     note = "; ".join(filter(None, notes))
     return f"{node.name}{kind} = {name}({', '.join(arguments)})" + (f"  # {note}" if note else "")
@@ -264,11 +275,12 @@ def _line_of(node: Node) -> str:
     return node.meta.get("stack_trace", "")
 
 
-def _size(count: int) -> str:
+def size_of(count: float) -> str:
+    """A number of bytes in words."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"
 
 
 def _shown(value: Any) -> str:
