@@ -33,6 +33,9 @@ from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
 from .slicing import Sliced, SliceRule, local_slices, slice_params
 
+# Leaves that are not trained.
+from .freezing import freeze, merge
+
 # Compressed communication: means of gradients in few bytes, with error feedback.
 from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
 from .compression import compress, compression_state
@@ -54,6 +57,7 @@ from .optim import (
     adamw,
     add_decayed_weights,
     apply_updates,
+    by_path,
     chain,
     clip_by_global_norm,
     compressed,
@@ -78,12 +82,16 @@ from .precision import LossScale, Policy, all_finite, policy, select
 # Random numbers as functions of a key: dropout that is the same wherever it is computed.
 from . import random
 
+# torch.nn modules as parameters and a function of them.
+from .modules import from_module, to_module
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
 
 # A ready-made step and loop.
-from .train import Train, TrainState, fit, progress, train_step
+from .states import Train, TrainState
+from .train import fit, progress, train_step
 
 # Pytrees of one's own, and checks for schemes of one's own.
 from . import testing
@@ -120,6 +128,7 @@ __all__ = [
     "apply_updates",
     "axis_index",
     "axis_size",
+    "by_path",
     "chain",
     "check_schedule",
     "clip_by_global_norm",
@@ -129,12 +138,15 @@ __all__ = [
     "compression_state",
     "constant",
     "fit",
+    "freeze",
+    "from_module",
     "gather_tree",
     "global_norm",
     "grad",
     "grad_and_value",
     "jit",
     "local_slices",
+    "merge",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -161,6 +173,7 @@ __all__ = [
     "spmd",
     "testing",
     "timeline",
+    "to_module",
     "train_step",
     "unshard",
     "vocab_cross_entropy",
