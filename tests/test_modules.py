@@ -200,9 +200,17 @@ def sharded_resnet(stage: int, together: bool, microbatches: int = 1) -> Any:
 def test_batch_norm(together: bool) -> None:
     """Running statistics averaged is a loop over parts; rows normalized together, the whole."""
     want = plain_resnet(1 if together else 2)
+    assert_close(sharded_resnet(3, together), want)
+    for rank in run_on_processes(2, sharded_resnet, 1, together):
+        assert_close(rank, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [False, True])
+def test_batch_norm_at_every_stage(together: bool) -> None:
+    want = plain_resnet(1 if together else 2)
     for stage in range(4):
         assert_close(sharded_resnet(stage, together), want)
-    for stage in (0, 3):
         for rank in run_on_processes(2, sharded_resnet, stage, together):
             assert_close(rank, want)
 

@@ -101,7 +101,7 @@ def test_the_public_names_are_these() -> None:
         *("compress", "compression_state", "ErrorFeedback", "Codec", "OneBit", "BFloat16"),
         *("Int8", "TopK", "PowerSGD"),
         *("LocalOptimizer", "onebit_adam", "onebit_lamb", "zero_one_adam", "compressed"),
-        *("random", "from_module", "to_module", "by_path", "freeze", "merge"),
+        *("random", "from_module", "to_module", "by_path", "freeze", "merge", "unfreeze"),
         *("jit", "Program"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
         *("Train", "TrainState", "train_step", "fit", "progress"),

@@ -90,7 +90,7 @@ from .compiler import jit
 from .program import Program
 
 # A ready-made step and loop.
-from .states import Train, TrainState
+from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
 
 # Pytrees of one's own, and checks for schemes of one's own.
@@ -175,6 +175,7 @@ __all__ = [
     "timeline",
     "to_module",
     "train_step",
+    "unfreeze",
     "unshard",
     "vocab_cross_entropy",
     "vocab_embedding",

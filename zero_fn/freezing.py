@@ -71,7 +71,16 @@ def shard_frozen(frozen: PyTree, stage: int | Scheme, axis: AxisName) -> PyTree:
 
     So it costs no communication, but for a stage that gathers at each use (3).
     """
-    return shard(frozen, stage if scheme_of(stage).gather_at == "use" else 0, axis)
+    return shard(frozen, _frozen_stage(stage), axis)
+
+
+def shard_frozen_again(frozen: PyTree, stage: int | Scheme) -> PyTree:
+    """Pieces, cut as :func:`shard_frozen` cuts; inside ``spmd``."""
+    return cut_again(frozen, _frozen_stage(stage))
+
+
+def _frozen_stage(stage: int | Scheme) -> int | Scheme:
+    return stage if scheme_of(stage).gather_at == "use" else 0
 
 
 def cut_again(params: PyTree, stage: int | Scheme) -> PyTree:

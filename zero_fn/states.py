@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .collectives import AxisName
+from .freezing import Frozen, cut_again, freeze, merge, overlaid, shard_frozen_again
+from .mesh import Mesh
+from .optim import Optimizer
 from .precision import LossScaleState
+from .ranks import spmd
+from .sharding import Scheme
 from .tree import PyTree, Tensor
 
 
@@ -38,3 +44,41 @@ class Train(NamedTuple):
 
     init: Callable[[PyTree], TrainState]
     step: Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Tensor]]]
+
+
+def unfreeze(
+    state: TrainState,
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    stage: int | Scheme = 0,
+    frozen: Frozen = (),
+    axis: AxisName = "dp",
+) -> TrainState:
+    """The same state with other leaves frozen, for a ``train_step`` made with the same arguments.
+
+    What is trained from here on gets moments as the optimizer's ``init`` makes them (zeros); what
+    was trained already keeps its own, and the count of steps goes on.
+
+    Args:
+        state: the state of a ``train_step`` with other frozen leaves, none or some.
+        optimizer: the step's optimizer.
+        mesh: the mesh that the state lives on.
+        stage: the step's stage.
+        frozen: the leaves that are frozen from here on; none by default.
+        axis: the axis, or axes, that the state is cut over.
+    """
+
+    def program(state: TrainState) -> TrainState:
+        params = merge(state.params, state.frozen) if state.frozen else state.params
+        held: PyTree = ()
+        if callable(frozen) or len(frozen):
+            params, held = freeze(params, frozen)
+            held = shard_frozen_again(held, stage)
+        params = cut_again(params, stage)
+        opt_state = overlaid(optimizer.init(params), state.opt_state)
+        return state._replace(params=params, opt_state=opt_state, frozen=held)
+
+    axes = (axis,) if isinstance(axis, str) else axis
+    changed: TrainState = spmd(program, mesh, data_axes=axes)(state)
+    return changed
