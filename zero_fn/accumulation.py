@@ -76,7 +76,8 @@ def accumulate(
             out, *state_ = out if has_state else (out,)
             value, weight = split_loss(out)
             value = at_least_float32(value) * share
-            return value if weight is None else value * weight, (weight, state_)
+            weighted = value if weight is None else value * weight.to(value.dtype)
+            return weighted, (weight, state_)
 
         values, weights, state = [], [], list(given)
         for part in cut_batch(batch, microbatches):
@@ -112,7 +113,7 @@ def split_loss(out: Any) -> tuple[Any, Tensor | None]:
             f"the loss returned {out!r}; it returns the mean loss, or a pair of that and its "
             "weight (the number of tokens, say), both 0-dim tensors"
         )
-    return out[0], at_least_float32(out[1].detach())
+    return out[0], out[1].detach().to(torch.float64)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

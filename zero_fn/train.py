@@ -281,6 +281,8 @@ def _tell_if_stuck(value: Any, told: int) -> int:
     count = 0 if stuck is None else int(stuck.item())
     if count < max(1, 2 * told):
         return told if count else 0
+    if _rank():
+        return count
     _log.warning(
         "the last %d steps were skipped: gradients overflow at the least loss scale, %g; the run "
         "has likely diverged, or the loss computes something float16 cannot hold",
