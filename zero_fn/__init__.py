@@ -89,7 +89,8 @@ from .modules import from_module, to_module
 from .compiler import jit
 from .program import Program
 
-# A ready-made step and loop.
+# A ready-made step and loop, and logs of it.
+from .logs import csv_log, tensorboard_log
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
 
@@ -137,6 +138,7 @@ __all__ = [
     "compressed",
     "compression_state",
     "constant",
+    "csv_log",
     "fit",
     "freeze",
     "from_module",
@@ -171,6 +173,7 @@ __all__ = [
     "shard",
     "slice_params",
     "spmd",
+    "tensorboard_log",
     "testing",
     "timeline",
     "to_module",

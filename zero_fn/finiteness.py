@@ -1,6 +1,5 @@
 """Steps that raise where a loss or a gradient is not finite, with the name of the leaf."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,6 @@ def first_not_finite(grads: PyTree) -> Tensor:
 def raising(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step, raising where its metric ``first_not_finite`` or its loss says so."""
 
-    @functools.wraps(step)
     def checked(state: Any, batch: PyTree) -> Any:
         names = [leaf.path for leaf in placed_leaves(state.params)]
         new, metrics = step(state, batch)
@@ -50,4 +48,5 @@ def raising(step: Callable[..., Any]) -> Callable[..., Any]:
             raise FloatingPointError(f"the loss is {loss}, and all gradients are finite")
         return new, metrics
 
+    checked.trace = step.trace  # type: ignore[attr-defined]
     return checked

@@ -17,6 +17,7 @@ from .compiler import Compiler, jit
 from .exchanging import exchanging_step, local_optimizer
 from .finiteness import first_not_finite, raising
 from .freezing import Frozen, freeze, merge, shard_frozen
+from .logs import Log, Meter
 from .mesh import Mesh
 from .optim import (
     LocalOptimizer,
@@ -238,6 +239,9 @@ def fit(
     *,
     total: int | None = None,
     show: bool = True,
+    log: Log | None = None,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
 ) -> tuple[PyTree, list[float]]:
     """Run a step over batches, showing the loss and the tokens a second.
 
@@ -249,6 +253,13 @@ def fit(
             the rows of its first tensor if there is none.
         total: how many batches there are, if they have no length.
         show: whether to show a progress bar (on rank 0).
+        log: called on rank 0 after each step, which then waits for the device, with a dictionary
+            of numbers: ``step``, the step's metrics, ``seconds``, ``tokens_per_second``,
+            ``memory_bytes`` (the most so far), ``wire_bytes`` that this process sends a step,
+            ``flops_per_second``, and with ``peak_flops`` ``model_flops_utilisation``; such as
+            ``zf.csv_log("run.csv")``.
+        flops_per_token: see :class:`zero_fn.logs.Meter`.
+        peak_flops: see there.
 
     Returns:
         The last state, and the loss at each step.
@@ -259,10 +270,16 @@ def fit(
     values: list[Tensor] = []
     bar = _bar(batches, total, unit="step", disable=not show or _rank() != 0)
     start, tokens, shown, told = time.perf_counter(), 0, 0.0, 0
+    meter = Meter(step, flops_per_token, peak_flops) if log is not None and not _rank() else None
     for batch in bar:
+        if meter is not None:
+            meter.before(state, batch)
         state, value = step(state, batch)
         values.append(_loss(value))
-        tokens += count_tokens(tree.leaves(batch))
+        count = count_tokens(tree.leaves(batch))
+        tokens += count
+        if meter is not None and log is not None:
+            log(meter.after(value if isinstance(value, dict) else {"loss": value}, count))
         elapsed = time.perf_counter() - start
         if elapsed - shown > 0.2:  # reading a loss waits for the device
             shown = elapsed
