@@ -25,6 +25,7 @@ from .collectives import (
 # Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
 from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
+from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
 from .sharding import Scheme, Sharded, gather_tree, shard, unshard
@@ -132,6 +133,7 @@ __all__ = [
     "by_path",
     "chain",
     "check_schedule",
+    "checkpoint_name",
     "clip_by_global_norm",
     "column_linear",
     "compress",
