@@ -25,6 +25,7 @@ from .collectives import (
 # Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
 from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
+from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
 from .sharding import Scheme, Sharded, gather_tree, shard, unshard
@@ -32,6 +33,9 @@ from .sharding import Scheme, Sharded, gather_tree, shard, unshard
 # Tensor slicing: computing with slices of the weights, after Megatron.
 from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
 from .slicing import Sliced, SliceRule, local_slices, slice_params
+
+# Leaves that are not trained.
+from .freezing import freeze, merge
 
 # Compressed communication: means of gradients in few bytes, with error feedback.
 from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
@@ -54,6 +58,7 @@ from .optim import (
     adamw,
     add_decayed_weights,
     apply_updates,
+    by_path,
     chain,
     clip_by_global_norm,
     compressed,
@@ -75,6 +80,12 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Random numbers as functions of a key: dropout that is the same wherever it is computed.
+from . import random
+
+# torch.nn modules as parameters and a function of them.
+from .modules import from_module, to_module
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
@@ -83,8 +94,10 @@ from .program import Program
 from .hardware import Hardware, hardware
 from .planning import Plan, compare, eval_shape, plan
 
-# A ready-made step and loop.
-from .train import Train, TrainState, fit, progress, train_step
+# A ready-made step and loop, and logs of it.
+from .logs import csv_log, tensorboard_log
+from .states import Train, TrainState, unfreeze
+from .train import fit, progress, train_step
 
 # Pytrees of one's own, and checks for schemes of one's own.
 from . import testing
@@ -123,8 +136,10 @@ __all__ = [
     "apply_updates",
     "axis_index",
     "axis_size",
+    "by_path",
     "chain",
     "check_schedule",
+    "checkpoint_name",
     "clip_by_global_norm",
     "column_linear",
     "compare",
@@ -132,8 +147,11 @@ __all__ = [
     "compressed",
     "compression_state",
     "constant",
+    "csv_log",
     "eval_shape",
     "fit",
+    "freeze",
+    "from_module",
     "gather_tree",
     "global_norm",
     "grad",
@@ -141,6 +159,7 @@ __all__ = [
     "hardware",
     "jit",
     "local_slices",
+    "merge",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -155,6 +174,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "random",
     "register_dataclass",
     "remat",
     "row_linear",
@@ -165,9 +185,12 @@ __all__ = [
     "shard",
     "slice_params",
     "spmd",
+    "tensorboard_log",
     "testing",
     "timeline",
+    "to_module",
     "train_step",
+    "unfreeze",
     "unshard",
     "vocab_cross_entropy",
     "vocab_embedding",

@@ -28,7 +28,8 @@ from .optim import adamw, onebit_adam, warmup_cosine
 from .ranks import spmd
 from .sharding import unshard
 from .slicing import local_slices, slice_params
-from .train import TrainState, fit, train_step
+from .states import TrainState
+from .train import fit, train_step
 from .tree import PyTree, Tensor
 
 PEAK, WARMUP, DECAY, CLIP = 2e-3, 20, 0.1, 1.0
