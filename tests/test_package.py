@@ -103,6 +103,7 @@ def test_the_public_names_are_these() -> None:
         *("LocalOptimizer", "onebit_adam", "onebit_lamb", "zero_one_adam", "compressed"),
         *("jit", "Program"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
+        *("Quantized", "quantize", "dequantize", "quantization_error", "linear"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }
@@ -139,6 +140,7 @@ ROOMS = [
     "compiler",
     "train",
     "models",
+    "inference",
     "demo",
     "__main__",
 ]

@@ -79,6 +79,10 @@ from .precision import LossScale, Policy, all_finite, policy, select
 from .compiler import jit
 from .program import Program
 
+# Inference: quantised weights.
+from .inference.products import linear
+from .inference.quantization import Quantized, dequantize, quantization_error, quantize
+
 # A ready-made step and loop.
 from .train import Train, TrainState, fit, progress, train_step
 
@@ -99,6 +103,7 @@ __all__ = [
     "Policy",
     "PowerSGD",
     "Program",
+    "Quantized",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -125,12 +130,14 @@ __all__ = [
     "compressed",
     "compression_state",
     "constant",
+    "dequantize",
     "fit",
     "gather_tree",
     "global_norm",
     "grad",
     "grad_and_value",
     "jit",
+    "linear",
     "local_slices",
     "onebit_adam",
     "onebit_lamb",
@@ -145,6 +152,8 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "quantization_error",
+    "quantize",
     "register_dataclass",
     "remat",
     "row_linear",
