@@ -101,6 +101,7 @@ def test_the_public_names_are_these() -> None:
         *("compress", "compression_state", "ErrorFeedback", "Codec", "OneBit", "BFloat16"),
         *("Int8", "TopK", "PowerSGD"),
         *("LocalOptimizer", "onebit_adam", "onebit_lamb", "zero_one_adam", "compressed"),
+        *("random",),
         *("jit", "Program"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
         *("Quantized", "quantize", "dequantize", "quantization_error", "linear"),
@@ -115,6 +116,7 @@ def test_the_public_names_are_these() -> None:
 ROOMS = [
     "naming",
     "tree",
+    "random",
     "mesh",
     "transport",
     "collectives",

@@ -75,6 +75,9 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Random numbers as functions of a key: dropout that is the same wherever it is computed.
+from . import random
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
@@ -154,6 +157,7 @@ __all__ = [
     "pvary",
     "quantization_error",
     "quantize",
+    "random",
     "register_dataclass",
     "remat",
     "row_linear",
