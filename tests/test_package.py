@@ -104,7 +104,15 @@ def test_the_public_names_are_these() -> None:
         *("random",),
         *("jit", "Program"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
-        *("Quantized", "quantize", "dequantize", "quantization_error", "linear"),
+        *(
+            "distillation_loss",
+            "Quantized",
+            "quantize",
+            "dequantize",
+            "quantization_error",
+            "linear",
+        ),
+        "generate",
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }

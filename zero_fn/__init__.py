@@ -82,7 +82,9 @@ from . import random
 from .compiler import jit
 from .program import Program
 
-# Inference: quantised weights.
+# Inference: generation, quantised weights, and students of larger models.
+from .inference.distillation import distillation_loss
+from .inference.generation import generate
 from .inference.products import linear
 from .inference.quantization import Quantized, dequantize, quantization_error, quantize
 
@@ -134,8 +136,10 @@ __all__ = [
     "compression_state",
     "constant",
     "dequantize",
+    "distillation_loss",
     "fit",
     "gather_tree",
+    "generate",
     "global_norm",
     "grad",
     "grad_and_value",

@@ -1,9 +1,10 @@
 """The GPT one token at a time: keys and values of the tokens before are kept, as explicit state.
 
-``prefill`` takes the prompts, ``decode`` one more token of each row. Rows have lengths of their own.
-Both give what ``gpt.apply`` gives at the same place.
+``prefill`` takes the prompts, ``decode`` one more token of each row. Rows have lengths of their
+own. Both give what ``gpt.apply`` gives at the same place.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def decode(
     for layer, block in enumerate(params["blocks"]):
         q, k, v = gpt.projections(block, gpt.layer_norm(x, block["norm1"], cut), config, cut)
         for held, new in ((keys[layer], k), (values[layer], v)):
-            held[rows, :, places] = new.squeeze(2)
+            held.transpose(1, 2)[rows, places] = new.squeeze(2)
         mixed = _attend(q, keys[layer][:, :, :end], values[layer][:, :, :end], seen)
         x = x + gpt.output(block, mixed, cut)
         x = x + gpt.mlp(block, gpt.layer_norm(x, block["norm2"], cut), cut)
@@ -172,13 +173,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     grouped = q.squeeze(2).unflatten(1, (shared, heads // shared))
     if seen.shape[1] > 1:
         seen = seen.squeeze(2).unflatten(1, (shared, heads // shared))
-    mixed = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen)
+    scores = (grouped @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
+    mixed = scores.softmax(-1) @ v
     # A sparse row may see nothing, and gives 0 as block-sparse attention does.
     mixed = torch.where(seen.any(-1, keepdim=True), mixed, 0)
     return rearrange(mixed, "b shared group d -> b (shared group) 1 d")
 
 
-def _seen(config: Config, places: Tensor, end: int) -> Bool[Tensor, "batch #heads 1 keys"]:
+def _seen(config: Config, places: Tensor, end: int) -> Bool[Tensor, "batch heads 1 keys"]:
     """Which keys the token at each row's place sees."""
     ids = torch.arange(end, device=places.device)
     before = (ids <= places.unsqueeze(1))[:, None, None]
@@ -208,4 +210,3 @@ def _placed(x: Tensor, axis: str | None) -> Tensor | Sliced:
 
 def _local(x: Tensor | Sliced) -> Tensor:
     return x.local if isinstance(x, Sliced) else x
-
