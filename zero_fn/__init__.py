@@ -82,7 +82,9 @@ from . import random
 from .compiler import jit
 from .program import Program
 
-# Inference: generation, quantised weights, and students of larger models.
+# Inference: generation, batching, quantised weights, and students of larger models.
+from .inference.batching import Batcher
+from .inference.continuous import ContinuousBatcher
 from .inference.distillation import distillation_loss
 from .inference.generation import generate
 from .inference.products import linear
@@ -97,7 +99,9 @@ from .tree import register_dataclass
 
 __all__ = [
     "BFloat16",
+    "Batcher",
     "Codec",
+    "ContinuousBatcher",
     "ErrorFeedback",
     "Int8",
     "LocalOptimizer",

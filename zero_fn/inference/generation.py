@@ -60,7 +60,7 @@ def generate(
             that mean nothing, or a temperature without a key.
     """
     several = _several(prompts)
-    rows = list(prompts) if several else [prompts]
+    rows: Any = list(prompts) if several else [prompts]
     made: list[list[int]] = [[] for _ in rows]
     for tokens in stream(
         decoder, params, rows, max_new_tokens=max_new_tokens, stop=stop, temperature=temperature,
@@ -199,7 +199,8 @@ def on_mesh(decoder: Decoder, mesh: Mesh) -> tuple[Any, Any]:
 
     def decode(params: PyTree, cache: Any, tokens: Tensor, longest: int | None) -> Any:
         def program(state: Any, tokens: Tensor) -> Any:
-            return decoder.decode(*state, tokens, longest)
+            params, cache = state
+            return decoder.decode(params, cache, tokens, longest)
 
         return spmd(program, mesh, batch="replicated")((params, cache), tokens)
 

@@ -12,6 +12,11 @@ from jaxtyping import Float, Int
 from .. import random
 from ..tree import Tensor
 
+NOT_FINITE = (
+    "the model gave logits that are not finite, so no token can be chosen: look for NaN in the "
+    "parameters"
+)
+
 
 class Sampling(NamedTuple):
     """How a token is chosen.
@@ -62,10 +67,7 @@ def sample(
         ValueError: for logits that are not finite, or without draws where one is needed.
     """
     if not bool(logits.isfinite().all()):
-        raise ValueError(
-            "the model gave logits that are not finite, so no token can be chosen: look for NaN in "
-            "the parameters"
-        )
+        raise ValueError(NOT_FINITE)
     greedy = logits.argmax(-1)
     rows = [row for row, setting in enumerate(settings) if setting.temperature > 0]
     if not rows:
@@ -80,7 +82,7 @@ def sample(
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
 
     scaled = logits[chosen].double() / each([s.temperature for s in warm])
-    ranked, tokens = scaled.sort(-1, descending=True, stable=True)
+    ranked, tokens = scaled.sort(dim=-1, descending=True, stable=True)
     place = torch.arange(count, device=logits.device)
     kept = place < each([count if s.top_k is None else s.top_k for s in warm])
     chance = ranked.masked_fill(~kept, -torch.inf).softmax(-1)
