@@ -104,15 +104,8 @@ def test_the_public_names_are_these() -> None:
         *("random",),
         *("jit", "Program"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
-        *(
-            "distillation_loss",
-            "Quantized",
-            "quantize",
-            "dequantize",
-            "quantization_error",
-            "linear",
-        ),
-        "generate",
+        *("Quantized", "quantize", "dequantize", "quantization_error", "linear", "generate"),
+        *("distillation_loss", "Batcher", "ContinuousBatcher"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }

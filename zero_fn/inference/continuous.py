@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from .. import random
-from ..models.gpt_decoding import Cache, Decoder
+from ..models.decoding import Cache, Decoder
 from ..tree import PyTree, Tensor
-from .generation import Prompt, checked_prompt, padded
+from .generation import Prompt, checked_prompt, checked_stop, padded
 from .requests import Closed, Meter, Metrics, QueueFull, Request, new_request
 from .sampling import NOT_FINITE, Sampling, draw, sample
 
@@ -59,6 +59,9 @@ class ContinuousBatcher:
         slots: how many sequences are generated at once; the cache has the model's length for each.
         max_queue: how many more may wait.
 
+    Attributes:
+        decoder: the model.
+
     Raises:
         ValueError: for settings that mean nothing.
     """
@@ -69,7 +72,7 @@ class ContinuousBatcher:
         for name, value in (("slots", slots), ("max_queue", max_queue)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it is 1 or more")
-        self._decoder, self._params = decoder, params
+        self.decoder, self._params = decoder, params
         self._slots, self._max_queue = slots, max_queue
         self._queue: deque[_Running] = deque()
         self._rows: list[_Running] = []
@@ -116,17 +119,17 @@ class ContinuousBatcher:
             Closed: after ``close``.
             ValueError: for what :func:`zero_fn.generate` refuses.
         """
-        given = checked_prompt(self._decoder, prompt, max_new_tokens)
+        given = checked_prompt(self.decoder, prompt, max_new_tokens)
         sampling = Sampling(temperature, top_k, top_p)
         sampling.check()
         if temperature and key is None:
             raise ValueError(
                 f"temperature={temperature} draws tokens at random: pass key=zf.random.key(0)"
             )
-        limit = min(self._decoder.length - len(given) + 1, max_new_tokens or self._decoder.length)
+        limit = min(self.decoder.length - len(given) + 1, max_new_tokens or self.decoder.length)
         own = random.fold_in(key, 0) if key is not None and temperature else None
         request = new_request(
-            _Sequence(given, limit, frozenset(stop), sampling, own, on_token), timeout
+            _Sequence(given, limit, checked_stop(stop), sampling, own, on_token), timeout
         )
         with self._changed:
             if self._closed:
@@ -267,7 +270,7 @@ class ContinuousBatcher:
         try:
             tokens, lengths = padded([r.item.prompt for r in requests])
             room = int(lengths.max())
-            cache, logits = self._decoder.prefill(self._params, tokens, lengths, room)
+            cache, logits = self.decoder.prefill(self._params, tokens, lengths, room)
         except BaseException as error:
             if len(requests) == 1:
                 self._end(requests[0], error)
@@ -293,7 +296,7 @@ class ContinuousBatcher:
         view = Cache(held.keys[:, :count], held.values[:, :count], held.lengths[:count])
         longest = max(len(r.item.prompt) + len(r.item.made) for r in self._rows) - 1
         try:
-            after, logits = self._decoder.decode(self._params, view, self._next[:count], longest)
+            after, logits = self.decoder.decode(self._params, view, self._next[:count], longest)
         except BaseException as error:
             for row in reversed(range(count)):
                 self._end(self._rows[row], error)
@@ -356,7 +359,7 @@ class ContinuousBatcher:
         """The cache of all rows, made when first needed."""
         if self._cache is None:
             layers, _, heads, _, size = like.keys.shape
-            shape = (layers, self._slots, heads, self._decoder.length, size)
+            shape = (layers, self._slots, heads, self.decoder.length, size)
             keys, values = like.keys.new_zeros(shape), like.values.new_zeros(shape)
             self._cache = Cache(keys, values, like.lengths.new_zeros(self._slots))
         return self._cache

@@ -7,7 +7,7 @@ import torch
 
 from .. import random
 from ..mesh import Mesh
-from ..models.gpt_decoding import Decoder
+from ..models.decoding import Decoder
 from ..ranks import spmd
 from ..tree import PyTree, Tensor
 from .sampling import Sampling, draw, sample
@@ -93,7 +93,7 @@ def stream(
         raise ValueError(
             f"temperature={temperature} draws tokens at random: pass key=zf.random.key(0)"
         )
-    return _steps(decoder, params, rows, max_new_tokens, set(stop), setting, key, mesh)
+    return _steps(decoder, params, rows, max_new_tokens, checked_stop(stop), setting, key, mesh)
 
 
 def checked_prompt(decoder: Decoder, prompt: Prompt, max_new_tokens: int | None) -> list[int]:
@@ -132,6 +132,18 @@ def checked_prompt(decoder: Decoder, prompt: Prompt, max_new_tokens: int | None)
     return given
 
 
+def checked_stop(stop: Sequence[int]) -> frozenset[int]:
+    """The token ids that end a sequence.
+
+    Raises:
+        TypeError: for what is no token id.
+    """
+    for token in stop:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise TypeError(f"stop has {token!r}; it is a sequence of token ids")
+    return frozenset(stop)
+
+
 def padded(prompts: Sequence[Sequence[int]], device: Any = None) -> tuple[Tensor, Tensor]:
     """Prompts as (tokens (batch, longest), filled up with 0, and lengths (batch))."""
     lengths = [len(prompt) for prompt in prompts]
@@ -146,7 +158,7 @@ def _steps(
     params: PyTree,
     prompts: list[list[int]],
     max_new_tokens: int | None,
-    stop: set[int],
+    stop: frozenset[int],
     setting: Sampling,
     key: Tensor | None,
     mesh: Mesh | None,

@@ -5,8 +5,6 @@ own. Both give what ``gpt.apply`` gives at the same place.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,49 +15,12 @@ from torch import Tensor
 from zero_fn.collectives import all_gather_invariant, axis_size
 from zero_fn.kernels import Layout
 from zero_fn.models import gpt
+from zero_fn.models.decoding import Cache, Decoder
 from zero_fn.models.gpt import Cut, Params
 from zero_fn.models.gpt_config import Config
 from zero_fn.sharding import unshard
 from zero_fn.sliced_layers import vocab_embedding
 from zero_fn.slicing import Sliced, SliceRule, local_slices
-
-
-class Cache(NamedTuple):
-    """What a model keeps of the tokens it has seen; a pytree.
-
-    Attributes:
-        keys: (layers, batch, kv heads, room, head size); with an axis a :class:`zero_fn.Sliced`,
-            this rank's heads.
-        values: the same.
-        lengths: (batch), how many tokens of each row are in it.
-    """
-
-    keys: Any
-    values: Any
-    lengths: Int[Tensor, " batch"]
-
-    @property
-    def room(self) -> int:
-        """How many tokens a row has room for."""
-        return self.keys.shape[-2]
-
-
-class Decoder(NamedTuple):
-    """A model that generates: what ``zf.generate`` and the batchers take.
-
-    Attributes:
-        prefill: (params, tokens (batch, length), lengths (batch), room) to (cache, logits (batch,
-            vocabulary) at each row's last token). Tokens past a row's length are any.
-        decode: (params, cache, tokens (batch), longest) to the same, of one more token. The cache
-            is written in place and handed back. ``longest``: a bound of the lengths, or None.
-        vocabulary: the number of token ids.
-        length: the longest sequence.
-    """
-
-    prefill: Callable[[Any, Tensor, Tensor, int], tuple[Any, Tensor]]
-    decode: Callable[[Any, Any, Tensor, int | None], tuple[Any, Tensor]]
-    vocabulary: int
-    length: int
 
 
 def decoder(config: Config, axis: str | None = None) -> Decoder:
