@@ -9,6 +9,8 @@ from .. import random
 from ..mesh import Mesh
 from ..models.decoding import Decoder
 from ..ranks import spmd
+from ..sharding import unshard
+from ..slicing import local_slices
 from ..tree import PyTree, Tensor
 from .sampling import Sampling, draw, sample
 
@@ -205,14 +207,14 @@ def on_mesh(decoder: Decoder, mesh: Mesh) -> tuple[Any, Any]:
 
     def prefill(params: PyTree, tokens: Tensor, lengths: Tensor, room: int) -> Any:
         def program(params: PyTree, tokens: Tensor, lengths: Tensor) -> Any:
-            return decoder.prefill(params, tokens, lengths, room)
+            return decoder.prefill(local_slices(unshard(params)), tokens, lengths, room)
 
         return spmd(program, mesh, batch="replicated")(params, tokens, lengths)
 
     def decode(params: PyTree, cache: Any, tokens: Tensor, longest: int | None) -> Any:
         def program(state: Any, tokens: Tensor) -> Any:
             params, cache = state
-            return decoder.decode(params, cache, tokens, longest)
+            return decoder.decode(local_slices(unshard(params)), cache, tokens, longest)
 
         return spmd(program, mesh, batch="replicated")((params, cache), tokens)
 

@@ -18,9 +18,8 @@ from zero_fn.models import gpt
 from zero_fn.models.decoding import Cache, Decoder
 from zero_fn.models.gpt import Cut, Params
 from zero_fn.models.gpt_config import Config
-from zero_fn.sharding import unshard
 from zero_fn.sliced_layers import vocab_embedding
-from zero_fn.slicing import Sliced, SliceRule, local_slices
+from zero_fn.slicing import Sliced, SliceRule
 
 
 def decoder(config: Config, axis: str | None = None) -> Decoder:
@@ -66,14 +65,14 @@ def prefill(
     """Read the prompts: a new cache, and the logits after each row's last token.
 
     Args:
-        params: as ``gpt.init`` makes them, or this rank's pieces and slices of them.
+        params: as ``gpt.init`` makes them, or this rank's slices of them.
         tokens: the prompts, filled up at their ends.
         lengths: the length of each, 1 or more.
         room: how many tokens the cache has room for.
         config: the sizes.
         axis: the mesh axis the parameters are cut over.
     """
-    params, cut, rows = local_slices(unshard(params)), Cut(axis), tokens.shape[0]
+    cut, rows = Cut(axis), tokens.shape[0]
     if isinstance(config.attention, Layout):
         tokens = F.pad(tokens, (0, config.attention.q_len - tokens.shape[1]))
     x = gpt.embed(params, tokens, config, cut)
@@ -111,7 +110,7 @@ def decode(
         axis: the mesh axis the parameters are cut over.
         longest: no row has more tokens than this before; None: as many as there is room for.
     """
-    params, cut = local_slices(unshard(params)), Cut(axis)
+    cut = Cut(axis)
     keys, values = _local(cache.keys), _local(cache.values)
     rows, places = torch.arange(len(tokens), device=tokens.device), cache.lengths
     end = cache.room if longest is None else min(longest + 1, cache.room)
