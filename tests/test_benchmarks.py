@@ -56,6 +56,17 @@ def test_pipeline() -> None:
     assert "zero_fn 1f1b, jit" in out
 
 
+def test_inference() -> None:
+    out = run(
+        "tests.benchmarks.inference", "--tiny", "--steps", "2", "--tokens", "2", "--repeats", "1",
+        "--seconds", "0", "--threads", "1",
+    )  # fmt: skip
+    assert "int8, inputs int8" in out
+    assert "int8, bfloat16" in out
+    assert "of the plain" in out
+    assert "clients vanished, 0 failed" in out
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 

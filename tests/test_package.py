@@ -106,6 +106,8 @@ def test_the_public_names_are_these() -> None:
         *("jit", "Program"),
         *("plan", "Plan", "compare", "eval_shape", "hardware", "Hardware"),
         *("pipeline", "pipeline_schedule", "check_schedule", "timeline", "partition"),
+        *("Quantized", "quantize", "dequantize", "quantization_error", "linear", "generate"),
+        *("distillation_loss", "Batcher", "ContinuousBatcher"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("register_dataclass", "testing"),
     }
@@ -154,6 +156,7 @@ ROOMS = [
     "logs",
     "train",
     "models",
+    "inference",
     "demo",
     "__main__",
 ]

@@ -98,6 +98,14 @@ from .planning import Plan, compare, eval_shape, plan
 from .logs import csv_log, tensorboard_log
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
+# Inference: generation, batching, quantised weights, and students of larger models.
+from .inference.batching import Batcher
+from .inference.continuous import ContinuousBatcher
+from .inference.distillation import distillation_loss
+from .inference.generation import generate
+from .inference.products import linear
+from .inference.quantization import Quantized, dequantize, quantization_error, quantize
+
 
 # Pytrees of one's own, and checks for schemes of one's own.
 from . import testing
@@ -105,7 +113,9 @@ from .tree import register_dataclass
 
 __all__ = [
     "BFloat16",
+    "Batcher",
     "Codec",
+    "ContinuousBatcher",
     "ErrorFeedback",
     "Hardware",
     "Int8",
@@ -118,6 +128,7 @@ __all__ = [
     "Policy",
     "PowerSGD",
     "Program",
+    "Quantized",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -148,16 +159,20 @@ __all__ = [
     "compression_state",
     "constant",
     "csv_log",
+    "dequantize",
+    "distillation_loss",
     "eval_shape",
     "fit",
     "freeze",
     "from_module",
     "gather_tree",
+    "generate",
     "global_norm",
     "grad",
     "grad_and_value",
     "hardware",
     "jit",
+    "linear",
     "local_slices",
     "merge",
     "onebit_adam",
@@ -174,6 +189,8 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "quantization_error",
+    "quantize",
     "random",
     "register_dataclass",
     "remat",

@@ -1,9 +1,11 @@
-"""The command line: ``zero-fn demo``."""
+"""The command line: ``zero-fn demo``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .inference import commands as inference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,15 +39,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "local_sliding_window",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
-    given.pop("command")
-
-    from .demo import Options, run  # here, so that --help is quick
-
+    command = given["command"]
     try:
+        if command in inference.COMMANDS:
+            return inference.run(given)
+        del given["command"]
+
+        from .demo import Options, run  # here, so that --help is quick
+
         return run(Options(**given))
     except (ValueError, FileNotFoundError) as error:
-        print(f"zero-fn demo: {error}", file=sys.stderr)
+        print(f"zero-fn {command}: {error}", file=sys.stderr)
         return 2
 
 

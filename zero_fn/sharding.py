@@ -249,10 +249,11 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
 
     Raises:
         ValueError: for an unknown stage, or a leaf that is cut already.
-        TypeError: naming the key path of a leaf that is no floating-point tensor.
+        TypeError: naming the key path of a leaf that is no floating-point tensor. What a node with
+            ``__zero_fn_frozen__`` holds (a quantised weight) may be of any dtype.
     """
     scheme = scheme_of(stage)
-    tree.check_tensors(params, "params", floating=True)
+    tree.check_tensors(_trained(params), "params", floating=True)
     for path, node in zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True):
         if isinstance(node, Sharded):
             raise ValueError(f"params at {path!r} is sharded already: {node!r}; unshard it first")
@@ -287,6 +288,8 @@ def unshard(
     def whole(piece: Any) -> Any:
         if not isinstance(piece, Sharded):
             return piece
+        if not piece.dtype.is_floating_point:  # the small integers of a quantised weight
+            return piece.whole(piece.local)
         gathered = piece.whole(piece.local, dtype, reduce)
         return gathered if dtype is None else gathered.to(dtype)
 
@@ -313,6 +316,15 @@ def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
         return agreed(node.whole(whole(node.local)), node.axis)
 
     return tie_whole(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=is_cut), mesh)(params))
+
+
+def _trained(params: PyTree) -> PyTree:
+    """The tree without what is not trained."""
+
+    def frozen(node: Any) -> bool:
+        return hasattr(type(node), "__zero_fn_frozen__")
+
+    return tree.map(lambda x: None if frozen(x) else x, params, is_leaf=frozen)
 
 
 def is_piece(node: Any) -> bool:

@@ -39,13 +39,16 @@ __all__ = [
     "Cut",
     "Params",
     "apply",
+    "attend",
     "attention",
     "cross_entropy",
     "embed",
     "init",
     "logits",
     "loss",
+    "output",
     "preset",
+    "projections",
     "rules",
     "split_params",
     "stages",
@@ -236,15 +239,40 @@ def attention(
     block: Params, x: Float[Tensor, "batch length width"], config: Config, cut: Cut = WHOLE
 ) -> Float[Tensor, "batch length width"]:
     """Causal self-attention, over this rank's heads."""
+    q, k, v = projections(block, x, config, cut)
+    return output(block, attend(q, k, v, config), cut)
+
+
+def projections(
+    block: Params, x: Float[Tensor, "batch length width"], config: Config, cut: Cut = WHOLE
+) -> tuple[
+    Float[Tensor, "batch heads length size"],
+    Float[Tensor, "batch kv_heads length size"],
+    Float[Tensor, "batch kv_heads length size"],
+]:
+    """This rank's queries, keys and values."""
     qkv = column_linear(x, block["qkv"]["weight"], block["qkv"]["bias"], **cut._asdict())
     size, group = config.width // config.heads, config.heads // config.groups
-    # (batch, length, (heads + 2 kv heads) / ranks, size): this rank's queries, keys and values
+    # (batch, length, (heads + 2 kv heads) / ranks, size)
     heads = rearrange(qkv, "b l (h d) -> b h l d", d=size)
     shared = heads.shape[1] // (group + 2)
     q, k, v = heads.split([group * shared, shared, shared], 1)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Tensor:
+    """Each query's mean of the values that ``Config.attention`` and the order let it see."""
+    group = config.heads // config.groups
     if group > 1:
         k, v = (repeat(x, "b h l d -> b (h group) l d", group=group) for x in (k, v))
-    mixed = rearrange(causal_attention(config.attention)(q, k, v), "b h l d -> b l (h d)")
+    return causal_attention(config.attention)(q, k, v)
+
+
+def output(
+    block: Params, heads: Float[Tensor, "batch heads length size"], cut: Cut = WHOLE
+) -> Float[Tensor, "batch length width"]:
+    """What the heads write to the residual stream."""
+    mixed = rearrange(heads, "b h l d -> b l (h d)")
     return row_linear(mixed, block["out"]["weight"], block["out"]["bias"], **cut._asdict())
 
 
