@@ -52,7 +52,9 @@ def ddp(config: gpt.Config, hook: str | None = None) -> Job:
     _join()
 
     def wrap(model: nn.Module) -> Any:
-        wrapped = DistributedDataParallel(model)
+        # PowerSGD in one bucket: with more, Gloo's ranks start its sums in unlike orders.
+        size = 1024 if hook == "PowerSGD" else None
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=size)
         if hook == "bf16":
             wrapped.register_comm_hook(None, bf16_on_gloo)
         elif hook == "PowerSGD":
