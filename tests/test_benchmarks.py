@@ -71,6 +71,23 @@ def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 
 
+def test_slow_network(tmp_path: Path) -> None:
+    picture = tmp_path / "slow.png"
+    out = run(
+        "tests.benchmarks.slow_network", "--tiny", "--repeats", "1", "--steps", "1", "--rates",
+        "1 Gbit/s", "--only", "DDP, bf16 hook", "zero_fn onebit_adam", "--plot", str(picture),
+    )  # fmt: skip
+    if not out.startswith("skipped: "):  # no root, or no namespaces
+        assert "onebit_adam" in out
+        assert "left out" not in out
+        assert picture.stat().st_size > 1000
+
+
+def test_slow_network_says_what_is_missing() -> None:
+    out = run("tests.benchmarks.slow_network", "--tiny", PATH=str(Path(sys.executable).parent))
+    assert out.startswith("skipped: there is no `ip`; install iproute2")
+
+
 def test_gpu_without_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     out = run("tests.benchmarks.gpu", "--tiny", "--json", str(path), TRITON_INTERPRET="1")

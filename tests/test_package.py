@@ -80,6 +80,7 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
     )
     assert where.count(str(site)) == 2
     assert (site / "zero_fn" / "py.typed").exists()
+    assert (site / "zero_fn" / "kernels" / "sign_packing.c").exists()
 
 
 def test_the_public_names_are_these() -> None:
