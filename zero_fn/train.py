@@ -23,6 +23,7 @@ from .optim import (
     global_norm,
     scale_by_factor,
 )
+from .pipelining.run import Pipeline
 from .precision import LossScale, LossScaleState, Policy, all_finite, cast_floats, select
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
@@ -59,7 +60,7 @@ class Train(NamedTuple):
 
 
 def train_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | Pipeline,
     optimizer: Optimizer | LocalOptimizer,
     mesh: Mesh,
     *,
@@ -78,13 +79,16 @@ def train_step(
     """The usual step, for those who don't write it: gradients, clipping, the optimizer's update.
 
     Args:
-        loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch.
+        loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch. Or
+            what :func:`zero_fn.pipeline` gives, whose params are a tuple of the stages' trees; its
+            last stage returns the mean loss over one rank's micro-batch.
         optimizer: an ``(init, update)`` pair, or one that exchanges gradients itself, such as
             :func:`zero_fn.onebit_adam`.
         mesh: the mesh; the batch is split over ``axis``.
         stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
         axis: the axis, or axes, that split the batch and cut the state.
-        microbatches: how many parts a rank's batch is cut into; gradients add up over them.
+        microbatches: how many parts a rank's batch is cut into; gradients add up over them. A
+            pipeline says so itself.
         clip: the largest global norm of the gradients; None: no clipping. Where gradients travel
             compressed the norm of their mean is not known before: the root mean square of the
             ranks' own norms stands for it, which is never smaller.
@@ -109,12 +113,22 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
-            ``compress`` and by the optimizer), or with a policy or loss scale.
+            compressed gradients at stage 2 or 3, over several axes, of slices, of a pipeline, named
+            twice (by ``compress`` and by the optimizer), or with a policy or loss scale; for a
+            pipeline with ``microbatches``, or along an axis of the data.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if isinstance(loss_fn, Pipeline):
+        _check_pipeline(loss_fn, axis, microbatches)
     if compress is not None or isinstance(optimizer, LocalOptimizer):
+        if isinstance(loss_fn, Pipeline):
+            raise ValueError(
+                "gradients of a pipeline do not travel compressed: the error feedback and the "
+                "counts of a compressing optimizer are one bucket, the same along every axis but "
+                f"{axis!r}, and the ranks of {loss_fn.axis!r} have parameters of their own; leave "
+                "out compress, and take an (init, update) pair such as zf.adamw"
+            )
         if policy is not None or loss_scale is not None:
             raise ValueError(
                 "compressed gradients take no policy and no loss_scale: cast in the loss, to "
@@ -128,12 +142,17 @@ def train_step(
         local = _local_optimizer(optimizer, compress, stage, axis)
         return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
 
+    compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
+    gradient = _gradient(loss_fn, microbatches, axis, compute, reduce)
+
     def init(params: PyTree) -> TrainState:
         if policy is not None:
             params = cast_floats(params, policy.params)
         if slice_rules is not None:
             params = slice_params(params, slice_rules, slice_axis)
         params = shard(params, stage, axis)
+        if isinstance(loss_fn, Pipeline):
+            params = loss_fn.place(params)
         scale = () if loss_scale is None else loss_scale.init()
         return TrainState(params, optimizer.init(params), scale)
 
@@ -146,17 +165,11 @@ def train_step(
                 "by the init of the same train_step, or state._replace(loss_scale=...)"
             )
 
-        def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
-            value = loss_fn(local_slices(params), microbatch)
-            return at_least_float32(value) * pvary(scale.scale, axis) if scale else value
-
-        compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
         if compute is not None:
             batch = cast_floats(batch, compute)
-        gradient = accumulate(scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce)
-        grads, value = gradient(state.params, batch)
+        grads, value = gradient(state.params, batch, scale.scale if scale else None)
         if scale:
-            grads, value = scale_by_factor(grads, 1 / scale.scale), value / scale.scale
+            grads = scale_by_factor(grads, 1 / scale.scale)
         metrics = {"loss": value}
         if clip is not None:
             norm = global_norm(grads)
@@ -181,6 +194,42 @@ def train_step(
     return Train(
         spmd(init, mesh, data_axes=axes), jit(run, donate=0 if donate else (), compiler=compiler)
     )
+
+
+def _gradient(
+    loss_fn: LossFn | Pipeline,
+    microbatches: int,
+    axis: AxisName,
+    compute: torch.dtype | None,
+    reduce: torch.dtype | None,
+) -> Callable[[PyTree, PyTree, Tensor | None], tuple[PyTree, Tensor]]:
+    """A function (params, batch, scale) to the gradients, times the scale, and the loss."""
+    if isinstance(loss_fn, Pipeline):
+        return loss_fn.averaged(axis, compute, reduce)
+
+    def gradient(params: PyTree, batch: PyTree, scale: Tensor | None) -> tuple[PyTree, Tensor]:
+        def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
+            value = loss_fn(local_slices(params), microbatch)
+            return value if scale is None else at_least_float32(value) * pvary(scale, axis)
+
+        found = accumulate(scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce)
+        grads, value = found(params, batch)
+        return grads, value if scale is None else value / scale
+
+    return gradient
+
+
+def _check_pipeline(pipe: Pipeline, axis: AxisName, microbatches: int) -> None:
+    if microbatches != 1:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the pipeline cuts a rank's batch into "
+            f"{pipe.microbatches} already; say it there: zf.pipeline(stages, microbatches=...)"
+        )
+    if pipe.axis in ((axis,) if isinstance(axis, str) else axis):
+        raise ValueError(
+            f"the pipeline's stages live along {pipe.axis!r}, which cannot split the batch too: "
+            f"axis is {axis!r}; give each an axis of its own, zf.Mesh(pp=2, dp=2)"
+        )
 
 
 def _local_optimizer(

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from .. import tree
 from ..autodiff import Static, split_tensors
 from ..tree import PyTree, Tensor
-from .parameters import StageParams
+from .parameters import OWN, Dtypes, StageParams
 from .schedule import Action
 from .split import differentiable
 from .staging import Look
@@ -36,7 +36,11 @@ class Outline(NamedTuple):
 
 
 def outlines(
-    stages: Sequence[StageFn], params: Sequence[PyTree], part: PyTree, microbatch: int
+    stages: Sequence[StageFn],
+    params: Sequence[PyTree],
+    part: PyTree,
+    microbatch: int,
+    dtypes: Dtypes = OWN,
 ) -> list[Outline]:
     """What each stage but the last hands to the next; a :class:`Look` stands for its tensor.
 
@@ -56,7 +60,8 @@ def outlines(
 
     found = []
     with disable_proxy_modes_tracing(), mode, torch.no_grad():
-        whole = StageParams.of_stages(dict(enumerate(tree.map(fake, tuple(params)))))
+        faked = dict(enumerate(tree.map(fake, tuple(params))))
+        whole = StageParams.of_stages(faked, dtypes)
         given, carry = tree.map(fake, part), None
         for stage, f in enumerate(stages):
             try:
