@@ -75,6 +75,13 @@ def on_processes() -> Any:
     return train({"pp": 2, "dp": 2}, stages, 3, stage=3, clip=0.5)
 
 
+def keeps(params: Any, carry: Any, batch: Any) -> Any:
+    """The stage without parameters, in the carry's dtype."""
+    x, constant = plain(params, carry, batch)
+    return x.to(carry["x"].dtype), constant
+
+
+STAGES = [*CUTS[4][:2], keeps, CUTS[4][3]]
 HALF: dict[str, Any] = {
     "dtype": torch.float32,
     "policy": zf.policy(compute="bf16"),
@@ -99,7 +106,7 @@ def of_one_function(stages: list[Stage], stage: int, **options: Any) -> list[dic
         loss, zf.adamw(1e-2, weight_decay=0.1), mesh, stage=stage, microbatches=4, **options
     )
     made: dict[int, torch.Tensor] = {}
-    params = make(stages, tied=True)
+    params = make(CUTS[4], tied=True)
     state = init(tree.map(lambda x: made.setdefault(id(x), x.to(dtype)), params))
     found = []
     for batch in batches(4):
@@ -112,9 +119,9 @@ def of_one_function(stages: list[Stage], stage: int, **options: Any) -> list[dic
 @pytest.mark.parametrize("axes", [*AXES, None])
 def test_policies_and_loss_scales(stage: int, axes: dict[str, int] | None) -> None:
     """None: on processes."""
-    want = of_one_function(CUTS[4], stage, **HALF)
+    want = of_one_function(STAGES, stage, **HALF)
     if axes is not None:
-        runs = [train(axes, CUTS[4], 4, stage=stage, **HALF)]
+        runs = [train(axes, STAGES, 4, stage=stage, **HALF)]
     elif stage in (1, 3):
         runs = run_on_processes(4, half_on_processes, stage)
     else:
@@ -131,7 +138,7 @@ def test_policies_and_loss_scales(stage: int, axes: dict[str, int] | None) -> No
 
 
 def half_on_processes(stage: int) -> Any:
-    return train({"pp": 2, "dp": 2}, CUTS[4], 4, stage=stage, **HALF)
+    return train({"pp": 2, "dp": 2}, STAGES, 4, stage=stage, **HALF)
 
 
 def test_the_stages_see_the_policy_s_dtypes() -> None:
@@ -139,7 +146,7 @@ def test_the_stages_see_the_policy_s_dtypes() -> None:
 
     def spying(params: Any, carry: Any, batch: Any) -> Any:
         seen.add(carry["x"].dtype)
-        return plain(params, carry, batch)
+        return keeps(params, carry, batch)
 
     stages = [*CUTS[4][:2], spying, CUTS[4][3]]
     _, params = train({"dp": 2}, stages, 1, stage=3, **HALF)
@@ -156,7 +163,7 @@ def overflowing() -> Any:
 
     return train(
         {"pp": 2, "dp": 1},
-        [steep, *CUTS[4][1:]],
+        [steep, *STAGES[1:]],
         3,
         dtype=torch.float32,
         policy=zf.policy(compute="fp16"),
