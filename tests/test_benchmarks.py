@@ -56,6 +56,12 @@ def test_pipeline() -> None:
     assert "zero_fn 1f1b, jit" in out
 
 
+def test_trillion() -> None:
+    out = run("tests.benchmarks.trillion", "--tiny", "--microbatches", "2", "--length", "32")
+    assert "parameters, pp 2 × dp 2 × tp 2, 2 micro-batches of 32 tokens" in out
+    assert "fits" in out
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 

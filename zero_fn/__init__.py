@@ -27,7 +27,7 @@ from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
 
 # ZeRO: cutting a tree over ranks, and putting it together.
-from .sharding import Scheme, Sharded, gather_tree, shard, unshard
+from .sharding import Scheme, Sharded, gather_tree, shard, tied, unshard
 
 # Tensor slicing: computing with slices of the weights, after Megatron.
 from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
@@ -156,6 +156,7 @@ __all__ = [
     "slice_params",
     "spmd",
     "testing",
+    "tied",
     "timeline",
     "train_step",
     "unshard",

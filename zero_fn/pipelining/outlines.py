@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .. import tree
 from ..autodiff import Static, split_tensors
+from ..sharding import Sharded, is_piece
 from ..tree import PyTree, Tensor
 from .parameters import OWN, Dtypes, StageParams
 from .schedule import Action
@@ -52,6 +53,8 @@ def outlines(
     mode = known or FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(x: Any) -> Any:
+        if isinstance(x, Sharded):  # gathered, without a gather
+            return torch.empty(x.shape, dtype=x.dtype, device=tree.leaves(x)[0].device)
         if isinstance(x, Look):
             return x.make(torch.empty)
         if not isinstance(x, Tensor):
@@ -60,7 +63,7 @@ def outlines(
 
     found = []
     with disable_proxy_modes_tracing(), mode, torch.no_grad():
-        faked = dict(enumerate(tree.map(fake, tuple(params))))
+        faked = dict(enumerate(tree.map(fake, tuple(params), is_leaf=is_piece)))
         whole = StageParams.of_stages(faked, dtypes)
         given, carry = tree.map(fake, part), None
         for stage, f in enumerate(stages):
