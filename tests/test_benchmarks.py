@@ -67,6 +67,12 @@ def test_inference() -> None:
     assert "clients vanished, 0 failed" in out
 
 
+def test_trillion() -> None:
+    out = run("tests.benchmarks.trillion", "--tiny", "--microbatches", "2", "--length", "32")
+    assert "parameters, pp 2 × dp 2 × tp 2, 2 micro-batches of 32 tokens" in out
+    assert "fits" in out
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 

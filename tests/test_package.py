@@ -91,7 +91,7 @@ def test_the_public_names_are_these() -> None:
         *("psum", "pmean", "pvary", "all_gather", "all_gather_invariant", "psum_scatter"),
         *("pscatter", "ppermute", "all_to_all", "axis_index", "axis_size"),
         *("grad", "grad_and_value", "remat", "checkpoint_name", "accumulate"),
-        *("Scheme", "Sharded", "shard", "unshard", "gather_tree"),
+        *("Scheme", "Sharded", "shard", "unshard", "tied", "gather_tree"),
         *("Sliced", "SliceRule", "slice_params", "local_slices"),
         *("column_linear", "row_linear", "vocab_embedding", "vocab_cross_entropy"),
         *("Optimizer", "adam", "adamw", "sgd", "chain", "clip_by_global_norm", "global_norm"),

@@ -28,7 +28,7 @@ from .autodiff import grad, grad_and_value, remat
 from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
-from .sharding import Scheme, Sharded, gather_tree, shard, unshard
+from .sharding import Scheme, Sharded, gather_tree, shard, tied, unshard
 
 # Tensor slicing: computing with slices of the weights, after Megatron.
 from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
@@ -98,6 +98,7 @@ from .planning import Plan, compare, eval_shape, plan
 from .logs import csv_log, tensorboard_log
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
+
 # Inference: generation, batching, quantised weights, and students of larger models.
 from .inference.batching import Batcher
 from .inference.continuous import ContinuousBatcher
@@ -204,6 +205,7 @@ __all__ = [
     "spmd",
     "tensorboard_log",
     "testing",
+    "tied",
     "timeline",
     "to_module",
     "train_step",

@@ -22,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tp", type=_positive, default=1, help="ranks that divide each layer (tensor slicing)"
     )
     demo.add_argument(
+        "--pp", type=_positive, default=1, help="stages of a pipeline, each on ranks of its own"
+    )
+    demo.add_argument(
         "--stage", type=int, choices=range(4), help="ZeRO's stage; 3, or 0 with --compress"
     )
     demo.add_argument("--steps", type=_positive, default=150, help="steps to train")

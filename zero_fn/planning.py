@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import tree
@@ -27,6 +25,7 @@ from .tree import PyTree
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.table import Table
 
 
 class Estimate(NamedTuple):
@@ -299,6 +298,8 @@ _MEASURED = {"at rest": size_of, "peak": size_of, "sent": size_of}
 
 
 def _table(plans: Sequence[Plan], measured: Mapping[str, float] | None) -> Table:
+    from rich.table import Table
+
     columns = [_rows(plan) for plan in plans]
     # The first column's order, with what others have put in behind what stands before it there.
     names: list[str] = []
@@ -336,6 +337,8 @@ def _time(seconds: float) -> str:
 
 
 def _text(table: Table) -> str:
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=100)
     console.print(table)
     found = console.file.getvalue()  # type: ignore[attr-defined]
@@ -343,6 +346,8 @@ def _text(table: Table) -> str:
 
 
 def _html(table: Table) -> str:
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=100, record=True, force_jupyter=False)
     console.print(table)
     return console.export_html(

@@ -235,6 +235,31 @@ class Tied:
 tree.register_node(Tied, lambda node: ((), node.to), lambda to, parts: Tied(to), lambda to: ())
 
 
+def tied(name: str) -> Tied:
+    """What stands in a tree of parameters for the same tensor as at another key path.
+
+    Its gradient is the sum over all the places where the tensor stands. The same tensor at two
+    places says the same; a name also says it of trees that are read from a file.
+
+    Args:
+        name: the key path of the tensor within the tree that is handed over; among the stages of
+            a pipeline it begins with the stage's number.
+
+    Raises:
+        TypeError: if it is no text.
+
+    >>> import torch
+    >>> import zero_fn as zf
+    >>> stages = [lambda p, carry, x: p["w"] * x, lambda p, carry, x: (carry * p["v"]).sum()]
+    >>> params = {"w": torch.tensor(3.0)}, {"v": zf.tied("0.w")}
+    >>> zf.pipeline(stages, 1)(params, torch.ones(2))  # of 2 w²
+    (({'w': tensor(12.)}, {'v': tied to 0.w}), tensor(18.))
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"tied takes the key path of a leaf, '0.embedding' say; got {name!r}")
+    return Tied(name)
+
+
 def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     """The same tree, each leaf now this rank's piece of it. Call it inside ``spmd``.
 

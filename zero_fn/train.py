@@ -27,6 +27,7 @@ from .optim import (
     global_norm,
     scale_by_factor,
 )
+from .pipelining.run import Pipeline
 from .precision import LossScale, Policy, all_finite, cast_floats, select
 from .ranks import spmd
 from .sharding import Scheme, shard, unshard
@@ -38,7 +39,7 @@ _log = logging.getLogger("zero_fn.train")
 
 
 def train_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | Pipeline,
     optimizer: Optimizer | LocalOptimizer,
     mesh: Mesh,
     *,
@@ -62,13 +63,16 @@ def train_step(
 
     Args:
         loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch. It
-            may return a pair of that and its weight, see :func:`zero_fn.accumulate`.
+            may return a pair of that and its weight, see :func:`zero_fn.accumulate`. Or what
+            :func:`zero_fn.pipeline` gives, whose params are a tuple of the stages' trees; its last
+            stage returns the mean loss over one rank's micro-batch.
         optimizer: an ``(init, update)`` pair, or one that exchanges gradients itself, such as
             :func:`zero_fn.onebit_adam`.
         mesh: the mesh; the batch is split over ``axis``.
         stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
         axis: the axis, or axes, that split the batch and cut the state.
-        microbatches: how many parts a rank's batch is cut into; gradients add up over them.
+        microbatches: how many parts a rank's batch is cut into; gradients add up over them. A
+            pipeline says so itself.
         clip: the largest global norm of the gradients, ``inf`` to measure it only; None: no
             clipping. Where gradients travel
             compressed the norm of their mean is not known before: the root mean square of the
@@ -103,14 +107,30 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
-            ``compress`` and by the optimizer), or with a policy or loss scale.
+            compressed gradients at stage 2 or 3, over several axes, of slices, of a pipeline, named
+            twice (by ``compress`` and by the optimizer), or with a policy or loss scale; for a
+            pipeline with ``microbatches``, along an axis of the data, or with ``frozen``,
+            ``buffers`` or ``dropout_key``.
         FloatingPointError: from the step with ``check_finite``, naming the first leaf whose
             gradient is not finite.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if isinstance(loss_fn, Pipeline):
+        _check_pipeline(loss_fn, axis, microbatches)
+        for name, given in (("frozen", frozen), ("buffers", buffers)):
+            if callable(given) or tree.leaves(given):
+                raise ValueError(f"a pipeline takes no {name} yet; leave it out, or the pipeline")
+        if dropout_key is not None:
+            raise ValueError("a pipeline takes no dropout_key; its stages close over a key")
     if compress is not None or isinstance(optimizer, LocalOptimizer):
+        if isinstance(loss_fn, Pipeline):
+            raise ValueError(
+                "gradients of a pipeline do not travel compressed: the error feedback and the "
+                "counts of a compressing optimizer are one bucket, the same along every axis but "
+                f"{axis!r}, and the ranks of {loss_fn.axis!r} have parameters of their own; leave "
+                "out compress, and take an (init, update) pair such as zf.adamw"
+            )
         if policy is not None or loss_scale is not None:
             raise ValueError(
                 "compressed gradients take no policy and no loss_scale: cast in the loss, to "
@@ -140,6 +160,8 @@ def train_step(
             params, held = freeze(params, frozen)
             held = shard_frozen(held, stage, axis)
         params = shard(params, stage, axis)
+        if isinstance(loss_fn, Pipeline):
+            params = loss_fn.place(params)
         return TrainState(
             params,
             optimizer.init(params),
@@ -150,28 +172,17 @@ def train_step(
         )
 
     compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
+    gradient = _gradient(loss_fn, microbatches, axis, compute, reduce)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         scale = state.loss_scale
         _check_state(state, loss_scale, dropout_key)
 
-        def scaled(params: PyTree, microbatch: PyTree, carried: Carried) -> tuple[Any, Carried]:
-            whole = merge(params, unshard(state.frozen, compute)) if state.frozen else params
-            out, carried = carried.call(loss_fn, local_slices(whole), microbatch)
-            value, weight = split_loss(out)
-            if scale:
-                value = at_least_float32(value) * pvary(scale.scale, axis)
-            return (value if weight is None else (value, weight)), carried
-
         if compute is not None:
             batch = cast_floats(batch, compute)
-        gradient = accumulate(
-            scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce, has_state=True
-        )
-        carried = Carried.of(state.buffers, state.dropout_key, axis)
-        grads, value, carried = gradient(state.params, batch, carried)
+        grads, value, carried = gradient(state, batch)
         if scale:
-            grads, value = scale_by_factor(grads, 1 / scale.scale), value / scale.scale
+            grads = scale_by_factor(grads, 1 / scale.scale)
         metrics = {"loss": value}
         if check_finite:
             metrics["first_not_finite"] = first_not_finite(grads)
@@ -198,6 +209,55 @@ def train_step(
     axes = (axis,) if isinstance(axis, str) else axis
     run = jit(spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler)
     return Train(spmd(init, mesh, data_axes=axes), raising(run) if check_finite else run)
+
+
+def _gradient(
+    loss_fn: LossFn | Pipeline,
+    microbatches: int,
+    axis: AxisName,
+    compute: torch.dtype | None,
+    reduce: torch.dtype | None,
+) -> Callable[[TrainState, PyTree], tuple[PyTree, Tensor, Carried]]:
+    """(state, batch) to the gradients, times the loss scale, the loss, and what it carries on."""
+
+    def piped(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
+        assert isinstance(loss_fn, Pipeline)
+        scale = state.loss_scale.scale if state.loss_scale else None
+        grads, value = loss_fn.averaged(axis, compute, reduce)(state.params, batch, scale)
+        return grads, value, Carried.of(state.buffers, state.dropout_key, axis)
+
+    def gradient(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
+        scale = state.loss_scale
+
+        def scaled(params: PyTree, microbatch: PyTree, carried: Carried) -> tuple[Any, Carried]:
+            whole = merge(params, unshard(state.frozen, compute)) if state.frozen else params
+            out, carried = carried.call(loss_fn, local_slices(whole), microbatch)
+            value, weight = split_loss(out)
+            if scale:
+                value = at_least_float32(value) * pvary(scale.scale, axis)
+            return (value if weight is None else (value, weight)), carried
+
+        found = accumulate(
+            scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce, has_state=True
+        )
+        carried = Carried.of(state.buffers, state.dropout_key, axis)
+        grads, value, carried = found(state.params, batch, carried)
+        return grads, value / scale.scale if scale else value, carried
+
+    return piped if isinstance(loss_fn, Pipeline) else gradient
+
+
+def _check_pipeline(pipe: Pipeline, axis: AxisName, microbatches: int) -> None:
+    if microbatches != 1:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the pipeline cuts a rank's batch into "
+            f"{pipe.microbatches} already; say it there: zf.pipeline(stages, microbatches=...)"
+        )
+    if pipe.axis in ((axis,) if isinstance(axis, str) else axis):
+        raise ValueError(
+            f"the pipeline's stages live along {pipe.axis!r}, which cannot split the batch too: "
+            f"axis is {axis!r}; give each an axis of its own, zf.Mesh(pp=2, dp=2)"
+        )
 
 
 def _check_state(

@@ -110,10 +110,15 @@ def init(config: Config, seed: int = 0) -> Params:
     }
 
 
-def rules(config: Config) -> Rules:
-    """How :func:`zero_fn.slice_params` cuts the parameters: heads, hidden units, vocabulary."""
+def rules(config: Config, staged: bool = False) -> Rules:
+    """How :func:`zero_fn.slice_params` cuts the parameters: heads, hidden units, vocabulary.
+
+    Args:
+        config: the sizes.
+        staged: whether they are those of stages, as :func:`split_params` gives them.
+    """
     vocabulary = SliceRule(0, pad=True)
-    return {
+    whole: Rules = {
         "tokens": vocabulary,
         "head": vocabulary,
         "positions": None,
@@ -127,6 +132,7 @@ def rules(config: Config) -> Rules:
         "blocks.*.norm?.*": None,
         "norm.*": None,
     }
+    return {f"[0-9]*.{pattern}": rule for pattern, rule in whole.items()} if staged else whole
 
 
 def apply(
@@ -319,14 +325,20 @@ def _check_divisible(config: Config, length: int, axis: str, sequence_parallel: 
 Stage = Callable[[Params, Any, Any], Any]
 
 
-def stages(config: Config, n: int) -> list[Stage]:
+def stages(
+    config: Config, n: int, axis: str | None = None, sequence_parallel: bool = False
+) -> list[Stage]:
     """The model as ``n`` functions (params, carry, micro-batch) to a carry, the last to the loss.
 
+    The further arguments are those of :func:`apply`.
+
     Raises:
-        ValueError: if there are fewer layers than stages; the embedding and the head count.
+        ValueError: if there are fewer layers than stages; the embedding and the head count; for
+            ``sequence_parallel`` without an axis.
     """
+    cut = cut_over(axis, sequence_parallel)
     return [
-        functools.partial(_stage, config, first=stage == 0, last=stage == n - 1)
+        functools.partial(_stage, config, cut, first=stage == 0, last=stage == n - 1)
         for stage in range(len(_layers(config, n)))
     ]
 
@@ -357,9 +369,9 @@ def _layers(config: Config, n: int) -> tuple[range, ...]:
 
 
 def _stage(
-    config: Config, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
+    config: Config, cut: Cut, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
 ) -> Tensor:
     tokens, targets = batch
-    x = embed(params, tokens, config) if first else carry
-    x = transform(params["blocks"], x, config)
-    return cross_entropy(logits(params, x), targets, config) if last else x
+    x = embed(params, tokens, config, cut) if first else carry
+    x = transform(params["blocks"], x, config, cut)
+    return cross_entropy(logits(params, x, cut), targets, config, cut) if last else x
