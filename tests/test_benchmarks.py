@@ -73,6 +73,10 @@ def test_trillion() -> None:
     assert "fits" in out
 
 
+def test_gathers() -> None:
+    assert "given" in run("tests.benchmarks.gathers", "--runs", "1", "--count", "60")
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
 

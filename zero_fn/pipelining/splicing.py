@@ -1,7 +1,7 @@
 """A graph put into a trace that is under way, node by node.
 
 A stage's programs run once for each micro-batch. In a trace they need not run again to be known:
-their nodes are copied, with what they say of shapes, which takes a hundredth of the time.
+their nodes are copied, with what they say of shapes, which takes a small part of the time.
 """
 
 from typing import Any
