@@ -271,7 +271,7 @@ def _rows(plan: Plan) -> dict[str, str]:
     rows |= {f"  {part}": size_of(size) for part, size in plan.rest.items() if size}
     rows["peak"] = size_of(plan.peak.bytes)
     rows |= {f"  {part} then": size_of(size) for part, size in plan.peak.parts.items() if size}
-    rows["peak at"] = plan.peak.operation.split(" = ")[-1] + (
+    rows["peak at"] = plan.peak.operation.split(" = ")[-1].removesuffix(".default") + (
         f"\n{plan.peak.line}" if plan.peak.line else ""
     )
     if plan.hardware is not None:
