@@ -75,6 +75,9 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Checkpoints: a state of any mesh and stage, read on any other.
+from .checkpoint import load, save, saved_steps
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
@@ -131,6 +134,7 @@ __all__ = [
     "grad",
     "grad_and_value",
     "jit",
+    "load",
     "local_slices",
     "onebit_adam",
     "onebit_lamb",
@@ -148,6 +152,8 @@ __all__ = [
     "register_dataclass",
     "remat",
     "row_linear",
+    "save",
+    "saved_steps",
     "scale_by_adam",
     "scale_by_learning_rate",
     "select",
