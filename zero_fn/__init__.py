@@ -86,6 +86,9 @@ from . import random
 # torch.nn modules as parameters and a function of them.
 from .modules import from_module, to_module
 
+# Checkpoints: a state of any mesh and stage, read on any other.
+from .checkpoint import load, save, saved_steps
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
@@ -174,6 +177,7 @@ __all__ = [
     "hardware",
     "jit",
     "linear",
+    "load",
     "local_slices",
     "merge",
     "onebit_adam",
@@ -196,6 +200,8 @@ __all__ = [
     "register_dataclass",
     "remat",
     "row_linear",
+    "save",
+    "saved_steps",
     "scale_by_adam",
     "scale_by_learning_rate",
     "select",
