@@ -16,7 +16,7 @@ import torch
 
 import zero_fn as zf
 from tests.processes import run_on_processes
-from zero_fn import tree
+from zero_fn import checkpoint, storage, tree
 from zero_fn.regions import find_wholes, flat_boxes
 
 RULES = {"in": zf.SliceRule(0, sections=(4, 8)), "out": 1, "words": zf.SliceRule(0, pad=True)}
@@ -321,3 +321,41 @@ def test_what_one_process_misses_all_raise(tmp_path: Path) -> None:
     zf.save(tmp_path, {"a": torch.ones(3)}, zf.Mesh(dp=1), step=1)
     texts = run_on_processes(2, refuse_there, tmp_path)
     assert all("'a' has shape (4,), saved is (3,)" in text for text in texts)
+
+
+def load_with_a_bad_disk(folder: Path) -> str:
+    mesh = zf.Mesh(dp=2)
+
+    def unreadable(path: Path) -> Any:
+        raise OSError("the disk of one rank cannot be read")
+
+    if mesh.rank == 1:
+        storage.read_index = unreadable
+    try:
+        zf.load(folder, {"a": torch.ones(3)}, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
+    zf.save(tmp_path, {"a": torch.ones(3)}, zf.Mesh(), step=1)
+    for message in run_on_processes(2, load_with_a_bad_disk, tmp_path):
+        assert "its index cannot be read: OSError('the disk of one rank" in message
+
+
+def save_with_an_error_on_one_rank(folder: Path) -> str:
+    mesh = zf.Mesh(dp=2)
+    if mesh.rank == 0:
+        checkpoint.json = None  # a fault of the program, not of the disk
+    try:
+        zf.save(folder, {"a": torch.ones(3)}, mesh, step=1)
+    except AttributeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    first, second = run_on_processes(2, save_with_an_error_on_one_rank, tmp_path)
+    assert "'NoneType' object has no attribute 'dump'" in first
+    assert second == first

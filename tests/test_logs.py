@@ -84,8 +84,16 @@ def test_a_csv_file(tmp_path: Path) -> None:
         ("1", "0.25"),
         ("2", "0.5"),
     ]
-    with pytest.raises(ValueError, match=r"the columns are those of the first step; \['norm'\]"):
+    with pytest.raises(ValueError, match=r"has the columns .* names differ by \['norm'\]"):
         log({"step": 3, "loss": 0.0, "norm": 1.0})
+
+
+def test_a_csv_file_that_is_there_goes_on(tmp_path: Path) -> None:
+    zf.csv_log(tmp_path / "run.csv")({"step": 1, "loss": 0.5})
+    zf.csv_log(tmp_path / "run.csv")({"loss": 0.25, "step": 2})
+    assert (tmp_path / "run.csv").read_text().splitlines() == ["step,loss", "1,0.5", "2,0.25"]
+    with pytest.raises(ValueError, match=r"names differ by \['norm'\]; log it to another file"):
+        zf.csv_log(tmp_path / "run.csv")({"step": 3, "loss": 0.1, "norm": 1.0})
 
 
 def test_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ ROOMS = [
     "random",
     "mesh",
     "transport",
+    "primitives",
     "collectives",
     "ranks",
     "pure_layers",

@@ -148,9 +148,10 @@ def test_two_processes_train_like_the_simulation(stage: int, dense: Any) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"frozen": ["0"]}, "takes no frozen yet"),
-        ({"buffers": {"mean": torch.ones(2)}}, "takes no buffers yet"),
-        ({"dropout_key": zf.random.key(0)}, "its stages close over a key"),
+        ({"frozen": ["0"]}, "a pipeline takes no frozen"),
+        ({"buffers": {"mean": torch.ones(2)}}, "a pipeline takes no buffers"),
+        ({"check_finite": True}, "a pipeline takes no check_finite"),
+        ({"dropout_key": zf.random.key(0)}, "a pipeline takes no dropout_key"),
     ],
 )
 def test_a_pipeline_refuses_what_it_would_drop(settings: dict[str, Any], message: str) -> None:

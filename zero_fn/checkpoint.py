@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,12 @@ def load(
     wholes = find_wholes(result, mesh)
     wanted = {name: x for name, x in wholes.items() if not _matches(name, fresh)}
     tensors = {name: x for name, x in wanted.items() if isinstance(x, Whole)}
-    found: list[str] = []
+    everywhere = set().union(*_from_all(set(wholes), mesh))
     values: dict[str, Any] = {}
     try:
         index, damage = read_index(path)
         values = json.loads((path / _VALUES).read_text())
-        elsewhere = set().union(*_from_all(set(wholes), mesh))
-        found = damage + _differences(index, values, wanted, elsewhere, fresh)
+        found = damage + _differences(index, values, wanted, everywhere, fresh)
     except Exception as error:  # an index that is damaged raises anything
         found = [f"its index cannot be read: {error!r}"]
     found = sorted(set().union(*map(set, _from_all(found, mesh))))
@@ -280,13 +279,13 @@ def _from_all(value: Any, mesh: Mesh) -> list[Any]:
     return values
 
 
-def _on_first(f: Any, mesh: Mesh) -> None:
+def _on_first(f: Callable[[], None], mesh: Mesh) -> None:
     """Run ``f`` on rank 0 while the others wait; what it raises, all raise."""
     error = None
     if mesh.rank == 0:
         try:
             f()
-        except OSError as raised:
+        except Exception as raised:
             error = raised
     (first, *_) = _from_all(error, mesh)
     if first is not None:

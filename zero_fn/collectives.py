@@ -13,34 +13,19 @@ that, and is JAX's current rule. The law that each obeys: ⟨f x, y⟩ = ⟨x, f
     ppermute              varying   -> varying     transpose: ppermute by the inverse
     all_to_all            varying   -> varying     transpose: all_to_all, dims exchanged
 
-The collectives are one ``autograd.Function``, because torch's own raise under ``torch.func.grad``
-and have a silent zero tangent under ``jvp``. Its ``forward`` is what a process does, its ``vmap``
-rule what the simulation does; ``transport.py`` has both. Which vmap level is the axis' own is told
-by the axis' token, an input that is batched at that level and at no other. No other room moves data
-between ranks.
+``primitives.py`` has the one Function behind them.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from .mesh import Axis, bound_axis
-from .transport import CARRIED, PROCESS, Static, Wire, current_wire, sent, simulate
+from .primitives import apply, invariant
+from .transport import CARRIED
 from .tree import Tensor
 
 AxisName = str | tuple[str, ...]
-
-_TRANSPOSE = {
-    "psum": "pvary",
-    "pvary": "psum",
-    "all_gather": "psum_scatter",
-    "psum_scatter": "all_gather",
-    "all_gather_invariant": "pscatter",
-    "pscatter": "all_gather_invariant",
-    "ppermute": "ppermute",
-    "all_to_all": "all_to_all",
-}
 
 
 def psum(x: Tensor, axis: AxisName) -> Tensor:
@@ -57,7 +42,7 @@ def psum(x: Tensor, axis: AxisName) -> Tensor:
     """
     _check_summed(x, "psum")
     for name in _names(axis):
-        x = _apply("psum", x, name, ())
+        x = apply("psum", x, name, ())
     return x
 
 
@@ -89,7 +74,7 @@ def pvary(x: Tensor, axis: AxisName) -> Tensor:
     """
     _check_tensor(x, "pvary")
     for name in _names(axis):
-        x = _apply("pvary", x, name, ())
+        x = apply("pvary", x, name, ())
     return x
 
 
@@ -100,7 +85,7 @@ def all_gather(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """
     _check_tensor(x, "all_gather")
     for name in reversed(_names(axis)):
-        x = _apply("all_gather", x, name, (_dim(x, dim),))
+        x = apply("all_gather", x, name, (_dim(x, dim),))
     return x
 
 
@@ -113,7 +98,7 @@ def psum_scatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """
     _check_summed(x, "psum_scatter")
     for name in _names(axis):
-        x = _apply("psum_scatter", x, name, (_divided(x, dim, name, "psum_scatter"),))
+        x = apply("psum_scatter", x, name, (_divided(x, dim, name, "psum_scatter"),))
     return x
 
 
@@ -121,7 +106,7 @@ def all_gather_invariant(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """Like :func:`all_gather`, for a result that is not used with varying values again."""
     _check_tensor(x, "all_gather_invariant")
     for name in reversed(_names(axis)):
-        x = _apply("all_gather_invariant", x, name, (_dim(x, dim),))
+        x = apply("all_gather_invariant", x, name, (_dim(x, dim),))
     return x
 
 
@@ -136,7 +121,7 @@ def pscatter(x: Tensor, axis: AxisName, dim: int = 0) -> Tensor:
     """
     _check_tensor(x, "pscatter")
     for name in _names(axis):
-        x = _apply("pscatter", x, name, (_divided(x, dim, name, "pscatter"),))
+        x = apply("pscatter", x, name, (_divided(x, dim, name, "pscatter"),))
     return x
 
 
@@ -161,7 +146,7 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
                 f"ppermute over {axis!r} of size {size}: {side}s {ranks} must be different ranks "
                 f"from 0 to {size - 1}"
             )
-    return _apply("ppermute", x, axis, tuple(rank for pair in perm for rank in pair))
+    return apply("ppermute", x, axis, tuple(rank for pair in perm for rank in pair))
 
 
 def all_to_all(x: Tensor, axis: str, split: int = 0, concat: int = 0) -> Tensor:
@@ -178,7 +163,7 @@ def all_to_all(x: Tensor, axis: str, split: int = 0, concat: int = 0) -> Tensor:
     """
     _check_tensor(x, "all_to_all")
     _one(axis, "all_to_all")
-    return _apply("all_to_all", x, axis, (_divided(x, split, axis, "all_to_all"), _dim(x, concat)))
+    return apply("all_to_all", x, axis, (_divided(x, split, axis, "all_to_all"), _dim(x, concat)))
 
 
 def axis_size(axis: AxisName) -> int:
@@ -207,7 +192,7 @@ def check_invariant(x: Tensor, axis: Axis, message: str) -> Tensor:
     Raises:
         ValueError: with ``message``, if the ranks may hold different values.
     """
-    return _invariant(x, axis.token, axis.size, message)
+    return invariant(x, axis.token, axis.size, message)
 
 
 def agreed(x: Tensor, axis: AxisName) -> Tensor:
@@ -215,7 +200,7 @@ def agreed(x: Tensor, axis: AxisName) -> Tensor:
     for name in _names(axis):
         bound = bound_axis(name)
         if bound.token is not None:
-            x = _invariant(x, bound.token, bound.size, None)
+            x = invariant(x, bound.token, bound.size, None)
     return x
 
 
@@ -270,151 +255,3 @@ def _divided(x: Tensor, dim: int, axis: str, what: str) -> int:
             f"the axis size {size}; pad it first"
         )
     return dim
-
-
-def _apply(kind: str, x: Tensor, name: str, static: Static) -> Tensor:
-    axis = bound_axis(name)
-    if axis.size == 1:
-        return _alone(kind, x, static)
-    place = axis.size, axis.place, axis.group
-    return _call(x, axis.token, kind, name, *place, static, current_wire())
-
-
-def _alone(kind: str, x: Tensor, static: Static) -> Tensor:
-    """Each collective over an axis of size 1: the value itself."""
-    if kind == "ppermute" and not static:
-        return torch.zeros_like(x)
-    return x.clone() if kind == "pscatter" else x
-
-
-def register_with_dynamo() -> None:
-    """Make torch.compile leave the collectives as they are.
-
-    Over torch.func it would otherwise drop a Function's backward and vmap rule without a word.
-    ``spmd`` calls this before any collective can run; at import it would cost a second.
-    """
-    for function in (_call, _invariant):
-        torch.compiler.allow_in_graph(function)
-
-
-def _call(
-    x: Tensor,
-    token: Tensor | None,
-    kind: str,
-    name: str,
-    size: int,
-    place: int,
-    group: str,
-    static: Static,
-    wire: Wire,
-) -> Tensor:
-    return _Collective.apply(x, token, kind, name, size, place, group, static, wire)
-
-
-def _invariant(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
-    return _Invariant.apply(x, token, size, message)
-
-
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        x: Tensor,
-        token: Tensor | None,
-        kind: str,
-        name: str,
-        size: int,
-        place: int,
-        group: str,
-        static: Static,
-        wire: Wire,
-    ) -> Tensor:
-        if token is not None:
-            raise RuntimeError(f"{kind} over {name!r}: a simulated axis outlived its spmd call")
-        return PROCESS[kind](sent(x, kind, wire), size, place, group, static).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, token, *ctx.rest = inputs
-        ctx.save_for_backward(token)
-        ctx.save_for_forward(token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
-        kind, name, size, place, group, static, wire = ctx.rest
-        # Incoming gradients can have stride 0, which no wire takes.
-        grad, static = grad.contiguous(), _transposed(kind, static)
-        place = size, place, group
-        grad = _call(grad, token, _TRANSPOSE[kind], name, *place, static, wire[::-1])
-        return grad, None, None, None, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        (token,) = ctx.saved_tensors
-        return _call(tangent, token, *ctx.rest)  # linear
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        x: Tensor,
-        token: Tensor | None,
-        kind: str,
-        name: str,
-        size: int,
-        place: int,
-        group: str,
-        static: Static,
-        wire: Wire,
-    ) -> tuple[Tensor, int | None]:
-        batched = in_dims[0]
-        if in_dims[1] is None:
-            # Another level, such as a sweep around the step: the batch rides along as last
-            # dimension, where it does not shift the others.
-            assert batched is not None
-            x = x.movedim(batched, -1)
-            return _call(x, token, kind, name, size, place, group, static, wire), -1
-        result, batched = simulate(kind, name, sent(x, kind, wire), batched, size, static)
-        return result.to(x.dtype), batched
-
-
-class _Invariant(torch.autograd.Function):
-    """In the simulation: refuse what varies, with a message; without a message take rank 0's."""
-
-    @staticmethod
-    def forward(x: Tensor, token: Tensor | None, size: int, message: str | None) -> Tensor:
-        raise RuntimeError("a simulated axis outlived its spmd call")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError("what leaves a rank's program is not differentiated inside of it")
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        x: Tensor,
-        token: Tensor | None,
-        size: int,
-        message: str | None,
-    ) -> tuple[Tensor, int | None]:
-        batched = in_dims[0]
-        if in_dims[1] is None:
-            assert batched is not None
-            return _invariant(x.movedim(batched, 0), token, size, message), 0
-        if message is None:
-            return (x.view_as(x) if batched is None else x.select(batched, 0)), None
-        if batched is not None:
-            raise ValueError(message)
-        return x.expand(size, *x.shape), 0
-
-
-def _transposed(kind: str, static: Static) -> Static:
-    if kind == "ppermute":
-        pairs = zip(static[::2], static[1::2], strict=True)
-        return tuple(rank for source, target in pairs for rank in (target, source))
-    return static[::-1] if kind == "all_to_all" else static

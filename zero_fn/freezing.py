@@ -5,21 +5,16 @@ leaf. So an optimizer makes no moments for what is frozen, no gradient of it is 
 counted in a norm, and nothing above needs to know.
 """
 
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from . import tree
 from .collectives import AxisName, agreed
 from .ranks import is_placed
 from .sharding import Scheme, Sharded, Tied, scheme_of, shard
-from .tree import PyTree
-
-# Patterns of key paths, as for fnmatch, or a function of (key path, shape of the whole leaf).
-Frozen = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
+from .tree import PyTree, Where
 
 
-def freeze(params: PyTree, frozen: Frozen) -> tuple[PyTree, PyTree]:
+def freeze(params: PyTree, frozen: Where) -> tuple[PyTree, PyTree]:
     """The leaves that are trained, and those that are not, as two trees of the same shape.
 
     Args:
@@ -37,11 +32,7 @@ def freeze(params: PyTree, frozen: Frozen) -> tuple[PyTree, PyTree]:
     """
     nodes = tree.leaves(params, _is_unit)
     paths = tree.paths(params, _is_unit)
-    held = [_is_frozen(frozen, path, node) for path, node in zip(paths, nodes, strict=True)]
-    if not callable(frozen):
-        for pattern in frozen:
-            if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(f"frozen: {pattern!r} matches none of the key paths {paths}")
+    held = tree.chosen(frozen, paths, nodes, "frozen")
     first: dict[Any, bool] = {}
     for i, (path, node) in enumerate(zip(paths, nodes, strict=True)):
         held[i] = first.setdefault(id(node), held[i])
@@ -104,12 +95,6 @@ def overlaid(new: PyTree, old: PyTree) -> PyTree:
 
 def _is_unit(node: Any) -> bool:
     return (is_placed(node) and hasattr(node, "shape")) or isinstance(node, Tied)
-
-
-def _is_frozen(frozen: Frozen, path: str, node: Any) -> bool:
-    if callable(frozen):
-        return bool(frozen(path, tuple(getattr(node, "shape", ()))))
-    return any(fnmatchcase(path, pattern) for pattern in frozen)
 
 
 def _rebuilt(params: PyTree, nodes: list[Any]) -> PyTree:

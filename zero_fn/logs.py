@@ -79,28 +79,37 @@ def memory_bytes() -> int:
 
 
 def csv_log(path: str | Path) -> Log:
-    """A log that writes each step as a row of a CSV file, a new one, at once.
+    """A log that writes each step as a row of a CSV file, at once; one that is there goes on.
 
-    The first step's names are the columns.
+    The columns are the names of the first step, or those that the file has.
 
     Raises:
         ValueError: from the log, for a step with other names.
     """
-    columns: list[str] = []
+    file_path, columns = Path(path), list[str]()
 
     def log(scalars: Scalars) -> None:
-        first = not columns
-        columns.extend(scalars if first else ())
+        new = not file_path.exists() or not file_path.stat().st_size
+        if not columns:
+            columns.extend(scalars if new else _header(file_path))
         if set(columns) != set(scalars):
             other = sorted(set(columns) ^ set(scalars))
-            raise ValueError(f"{path}: the columns are those of the first step; {other}")
-        with Path(path).open("w" if first else "a", newline="") as file:
+            raise ValueError(
+                f"{path} has the columns {columns}, and the step's names differ by {other}; log it "
+                "to another file"
+            )
+        with file_path.open("a", newline="") as file:
             writer = csv.DictWriter(file, columns)
-            if first:
+            if new:
                 writer.writeheader()
             writer.writerow(scalars)
 
     return log
+
+
+def _header(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
 
 
 def tensorboard_log(folder: str | Path) -> Log:

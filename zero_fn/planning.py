@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from . import tree
 from .accounting import PARTS, Collective, Work
 from .compiler import Jitted, jit
-from .hardware import Hardware, hardware
+from .hardware import Hardware
+from .hardware import hardware as _hardware
 from .mesh import Mesh
 from .program import Peak, Program, size_of
 from .ranks import spmd
@@ -90,7 +91,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the hardware's memory.
+        """Whether the peak is within the hardware's memory, if its allocator wastes none.
 
         Raises:
             ValueError: without hardware.
@@ -181,7 +182,8 @@ def plan(
 
     Raises:
         TypeError: if ``step`` is not jitted and there is no mesh.
-        ValueError: if the mesh of the step has more than one rank, and is not abstract.
+        ValueError: if the step runs on several simulated ranks, all in one program; for unknown
+            hardware, or a dtype that it has no figure for.
     """
     if isinstance(step, Jitted):
         jitted = step
@@ -197,10 +199,9 @@ def plan(
         raise ValueError(
             f"the step runs on {over}, all in one program; one rank's is that of mesh.abstract()"
         )
-    known = _known(hardware)
-    program = jitted.trace(state, batch)
+    known = _hardware(hardware) if isinstance(hardware, str) else hardware
     sizes = dict(over.shape) if over is not None else {}
-    return _read_off(program, sizes, known, label)
+    return _read_off(jitted.trace(state, batch), sizes, known, label)
 
 
 def compare(*plans: Plan) -> Comparison:
@@ -212,10 +213,6 @@ def compare(*plans: Plan) -> Comparison:
     if not plans:
         raise ValueError("nothing to compare; zf.compare(plan_a, plan_b)")
     return Comparison(plans)
-
-
-def _known(given: Hardware | str | None) -> Hardware | None:
-    return hardware(given) if isinstance(given, str) else given
 
 
 def _read_off(
@@ -280,7 +277,9 @@ def _rows(plan: Plan) -> dict[str, str]:
         rows["fits"] = "yes" if plan.fits else "no"
     rows["sent"] = size_of(plan.bytes_sent)
     for found in plan.collectives:
-        rows[f"  {found.kind} over {found.axis}"] = f"{found.calls} × , {size_of(found.bytes_sent)}"
+        rows[f"  {found.kind} over {found.axis}"] = (
+            f"{found.calls} calls, {size_of(found.bytes_sent)}"
+        )
     rows["FLOPs"] = f"{plan.flops:.3g}"
     if plan.estimate is not None:
         rows["step, estimated"] = (
@@ -292,9 +291,6 @@ def _rows(plan: Plan) -> dict[str, str]:
             for axis, seconds in plan.estimate.communication.items()
         }
     return rows
-
-
-_MEASURED = {"at rest": size_of, "peak": size_of, "sent": size_of}
 
 
 def _table(plans: Sequence[Plan], measured: Mapping[str, float] | None) -> Table:
@@ -317,7 +313,7 @@ def _table(plans: Sequence[Plan], measured: Mapping[str, float] | None) -> Table
         for name in names:
             table.add_row(name, *[column.get(name, "") for column in columns])
         return table
-    known = {**_MEASURED, "step": _time}
+    known = {"at rest": size_of, "peak": size_of, "sent": size_of, "step": _time}
     for name in measured:
         if name not in known:
             raise ValueError(f"measured has {name!r}; there are {', '.join(map(repr, known))}")

@@ -17,8 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from . import tree
-from .collectives import check_invariant, register_with_dynamo
+from .collectives import check_invariant
 from .mesh import Axis, Mesh, bind, bound_axes
+from .primitives import register_with_dynamo
 from .tree import PyTree, Tensor
 
 BatchPlacement = Literal["split", "local", "replicated"]

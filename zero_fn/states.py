@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .collectives import AxisName
-from .freezing import Frozen, cut_again, freeze, merge, overlaid, shard_frozen_again
+from .freezing import cut_again, freeze, merge, overlaid, shard_frozen_again
 from .mesh import Mesh
 from .optim import Optimizer
 from .precision import LossScaleState
 from .ranks import spmd
 from .sharding import Scheme
-from .tree import PyTree, Tensor
+from .tree import PyTree, Tensor, Where
 
 
 class TrainState(NamedTuple):
@@ -52,7 +52,7 @@ def unfreeze(
     mesh: Mesh,
     *,
     stage: int | Scheme = 0,
-    frozen: Frozen = (),
+    frozen: Where = (),
     axis: AxisName = "dp",
 ) -> TrainState:
     """The same state with other leaves frozen, for a ``train_step`` made with the same arguments.
@@ -72,7 +72,7 @@ def unfreeze(
     def program(state: TrainState) -> TrainState:
         params = merge(state.params, state.frozen) if state.frozen else state.params
         held: PyTree = ()
-        if callable(frozen) or len(frozen):
+        if frozen:
             params, held = freeze(params, frozen)
             held = shard_frozen_again(held, stage)
         params = cut_again(params, stage)

@@ -16,7 +16,7 @@ from .collectives import AxisName, pvary
 from .compiler import Compiler, jit
 from .exchanging import exchanging_step, local_optimizer
 from .finiteness import first_not_finite, raising
-from .freezing import Frozen, freeze, merge, shard_frozen
+from .freezing import freeze, merge, shard_frozen
 from .logs import Log, Meter
 from .mesh import Mesh
 from .optim import (
@@ -33,7 +33,7 @@ from .ranks import spmd
 from .sharding import Scheme, shard, unshard
 from .slicing import Rules, local_slices, slice_params
 from .states import Train, TrainState
-from .tree import PyTree, Tensor
+from .tree import PyTree, Tensor, Where
 
 _log = logging.getLogger("zero_fn.train")
 
@@ -52,7 +52,7 @@ def train_step(
     loss_scale: LossScale | None = None,
     slice_rules: Rules | None = None,
     slice_axis: str = "tp",
-    frozen: Frozen = (),
+    frozen: Where = (),
     buffers: PyTree = (),
     dropout_key: Tensor | None = None,
     check_finite: bool = False,
@@ -74,9 +74,8 @@ def train_step(
         microbatches: how many parts a rank's batch is cut into; gradients add up over them. A
             pipeline says so itself.
         clip: the largest global norm of the gradients, ``inf`` to measure it only; None: no
-            clipping. Where gradients travel
-            compressed the norm of their mean is not known before: the root mean square of the
-            ranks' own norms stands for it, which is never smaller.
+            clipping. Where gradients travel compressed the norm of their mean is not known before:
+            the root mean square of the ranks' own norms stands for it, which is never smaller.
         compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
             as they are, or as the optimizer says.
         policy: the dtypes, see :func:`zero_fn.policy`; None: everything as the parameters are.
@@ -109,20 +108,22 @@ def train_step(
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
             compressed gradients at stage 2 or 3, over several axes, of slices, of a pipeline, named
             twice (by ``compress`` and by the optimizer), or with a policy or loss scale; for a
-            pipeline with ``microbatches``, along an axis of the data, or with ``frozen``,
-            ``buffers`` or ``dropout_key``.
+            pipeline with ``microbatches`` or along an axis of the data; for either with
+            ``frozen``, ``buffers``, ``dropout_key`` or ``check_finite``.
         FloatingPointError: from the step with ``check_finite``, naming the first leaf whose
             gradient is not finite.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    extra = {
+        "frozen": bool(frozen),
+        "buffers": bool(tree.leaves(buffers)),
+        "dropout_key": dropout_key is not None,
+        "check_finite": check_finite,
+    }
     if isinstance(loss_fn, Pipeline):
         _check_pipeline(loss_fn, axis, microbatches)
-        for name, given in (("frozen", frozen), ("buffers", buffers)):
-            if callable(given) or tree.leaves(given):
-                raise ValueError(f"a pipeline takes no {name} yet; leave it out, or the pipeline")
-        if dropout_key is not None:
-            raise ValueError("a pipeline takes no dropout_key; its stages close over a key")
+        _refuse("a pipeline takes", extra)
     if compress is not None or isinstance(optimizer, LocalOptimizer):
         if isinstance(loss_fn, Pipeline):
             raise ValueError(
@@ -141,10 +142,7 @@ def train_step(
                 "gradients of slices do not travel compressed: leave out slice_rules, or compress "
                 "and optimizers that exchange gradients themselves"
             )
-        extra = {"frozen": frozen, "buffers": buffers, "dropout_key": dropout_key}
-        for name, value in (extra | {"check_finite": check_finite}).items():
-            if not (value is None or value is False or value == ()):
-                raise ValueError(f"compressed gradients take no {name}; leave out one of them")
+        _refuse("compressed gradients take", extra)
         local = local_optimizer(optimizer, compress, stage, axis)
         return exchanging_step(
             loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler
@@ -156,7 +154,7 @@ def train_step(
         if slice_rules is not None:
             params = slice_params(params, slice_rules, slice_axis)
         held: PyTree = ()
-        if callable(frozen) or len(frozen):
+        if frozen:
             params, held = freeze(params, frozen)
             held = shard_frozen(held, stage, axis)
         params = shard(params, stage, axis)
@@ -220,11 +218,14 @@ def _gradient(
 ) -> Callable[[TrainState, PyTree], tuple[PyTree, Tensor, Carried]]:
     """(state, batch) to the gradients, times the loss scale, the loss, and what it carries on."""
 
-    def piped(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
-        assert isinstance(loss_fn, Pipeline)
-        scale = state.loss_scale.scale if state.loss_scale else None
-        grads, value = loss_fn.averaged(axis, compute, reduce)(state.params, batch, scale)
-        return grads, value, Carried.of(state.buffers, state.dropout_key, axis)
+    if isinstance(loss_fn, Pipeline):
+        pipe = loss_fn.averaged(axis, compute, reduce)
+
+        def piped(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
+            scale = state.loss_scale.scale if state.loss_scale else None
+            return *pipe(state.params, batch, scale), Carried((), ())
+
+        return piped
 
     def gradient(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
         scale = state.loss_scale
@@ -244,7 +245,13 @@ def _gradient(
         grads, value, carried = found(state.params, batch, carried)
         return grads, value / scale.scale if scale else value, carried
 
-    return piped if isinstance(loss_fn, Pipeline) else gradient
+    return gradient
+
+
+def _refuse(what: str, extra: dict[str, bool]) -> None:
+    for name, given in extra.items():
+        if given:
+            raise ValueError(f"{what} no {name}; leave out one of them")
 
 
 def _check_pipeline(pipe: Pipeline, axis: AxisName, microbatches: int) -> None:

@@ -7,6 +7,7 @@ strings such as ``blocks.0.attention.weight``; they name leaves in errors and in
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -74,6 +75,32 @@ def children(node: PyTree) -> tuple[Any, ...]:
 def join_path(*parts: str) -> str:
     """Key paths put together, empty ones left out."""
     return ".".join(part for part in parts if part)
+
+
+# Which leaves: patterns of key paths as for fnmatch, or a function of (key path, shape).
+Where = str | Sequence[str] | Callable[[str, tuple[int, ...]], bool]
+
+
+def chosen(where: Where, paths: Sequence[str], nodes: Sequence[Any], what: str) -> list[bool]:
+    """For each node, whether it is meant.
+
+    Args:
+        where: a pattern of key paths, several, or a function of key path and shape.
+        paths: the nodes' key paths.
+        nodes: what has a shape, or not.
+        what: the name of the argument, for errors.
+
+    Raises:
+        ValueError: for a pattern that matches no key path.
+    """
+    if callable(where):
+        named = zip(paths, nodes, strict=True)
+        return [bool(where(path, tuple(getattr(node, "shape", ())))) for path, node in named]
+    patterns = [where] if isinstance(where, str) else where
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise ValueError(f"{what}: {pattern!r} matches none of the key paths {list(paths)}")
+    return [any(fnmatchcase(path, pattern) for pattern in patterns) for path in paths]
 
 
 def check_tensors(tree: PyTree, what: str, *, floating: bool = False) -> None:

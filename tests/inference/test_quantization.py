@@ -184,7 +184,7 @@ def test_where_names_leaves() -> None:
     assert isinstance(q["a"]["w"], Tensor)
     assert repr(q["c"]) == "int8[2,2] with a scale a row"
     for where, error, message in (
-        ("d.*", ValueError, "names no leaf"),
+        ("d.*", ValueError, "where: 'd"),
         ("a.b", TypeError, "two or more dimensions"),
     ):
         with pytest.raises(error, match=message):

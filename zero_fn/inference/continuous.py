@@ -20,7 +20,7 @@ import torch
 from .. import random
 from ..models.decoding import Cache, Decoder
 from ..tree import PyTree, Tensor
-from .generation import Prompt, checked_prompt, checked_stop, padded
+from .generation import Prompt, checked_prompt, checked_stop, limit_of, padded
 from .requests import Closed, Meter, Metrics, QueueFull, Request, new_request
 from .sampling import NOT_FINITE, Sampling, draw, sample
 
@@ -121,12 +121,8 @@ class ContinuousBatcher:
         """
         given = checked_prompt(self.decoder, prompt, max_new_tokens)
         sampling = Sampling(temperature, top_k, top_p)
-        sampling.check()
-        if temperature and key is None:
-            raise ValueError(
-                f"temperature={temperature} draws tokens at random: pass key=zf.random.key(0)"
-            )
-        limit = min(self.decoder.length - len(given) + 1, max_new_tokens or self.decoder.length)
+        sampling.check(key)
+        limit = limit_of(self.decoder, given, max_new_tokens)
         own = random.fold_in(key, 0) if key is not None and temperature else None
         request = new_request(
             _Sequence(given, limit, checked_stop(stop), sampling, own, on_token), timeout

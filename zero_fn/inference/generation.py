@@ -90,11 +90,7 @@ def stream(
     """The same, as it is made: at each step the next token of each row, None once it has ended."""
     rows = [checked_prompt(decoder, prompt, max_new_tokens) for prompt in prompts]
     setting = Sampling(temperature, top_k, top_p)
-    setting.check()
-    if temperature and key is None:
-        raise ValueError(
-            f"temperature={temperature} draws tokens at random: pass key=zf.random.key(0)"
-        )
+    setting.check(key)
     return _steps(decoder, params, rows, max_new_tokens, checked_stop(stop), setting, key, mesh)
 
 
@@ -132,6 +128,11 @@ def checked_prompt(decoder: Decoder, prompt: Prompt, max_new_tokens: int | None)
             f"model's sequences, of {decoder.length}; it can make {room} new tokens"
         )
     return given
+
+
+def limit_of(decoder: Decoder, prompt: Sequence[int], max_new_tokens: int | None) -> int:
+    """How many tokens a prompt gets at most."""
+    return min(decoder.length - len(prompt) + 1, max_new_tokens or decoder.length)
 
 
 def checked_stop(stop: Sequence[int]) -> frozenset[int]:
@@ -172,10 +173,7 @@ def _steps(
         prefill, decode = on_mesh(decoder, mesh)
     tokens, lengths = padded(prompts)
     longest = int(lengths.max())
-    limits = [
-        min(decoder.length - len(prompt) + 1, max_new_tokens or decoder.length)
-        for prompt in prompts
-    ]
+    limits = [limit_of(decoder, prompt, max_new_tokens) for prompt in prompts]
     room = min(longest + max(limits) - 1, decoder.length)
     keys = None
     if key is not None:

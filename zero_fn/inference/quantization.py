@@ -15,8 +15,6 @@ function gets the whole weight. So a model need not know which of its weights ar
 """
 
 import math
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,10 +23,9 @@ from .. import tree
 from ..ranks import is_placed
 from ..sharding import Tied
 from ..slicing import Sliced
-from ..tree import PyTree, Tensor
+from ..tree import PyTree, Tensor, Where
 
 Method = Literal["int8", "int4", "fp8"]
-Where = str | Sequence[str] | Callable[[str, tuple[int, ...]], bool]
 
 METHODS: tuple[Method, ...] = ("int8", "int4", "fp8")
 LARGEST = {"int8": 127.0, "int4": -8.0, "fp8": 448.0}  # the value that the largest weight becomes
@@ -320,16 +317,8 @@ def _chosen(params: PyTree, where: Where | None) -> set[str]:
             and not isinstance(x, Quantized)
             and x.dtype.is_floating_point
         }
-    if callable(where):
-        found = zip(paths, leaves, strict=True)
-        return {p for p, x in found if where(p, tuple(getattr(x, "shape", ())))}
-    chosen = set()
-    for pattern in [where] if isinstance(where, str) else where:
-        matched = {path for path in paths if fnmatchcase(path, pattern)}
-        if not matched:
-            raise ValueError(f"where={pattern!r} names no leaf of {paths}")
-        chosen |= matched
-    return chosen
+    meant = tree.chosen(where, paths, leaves, "where")
+    return {path for path, on in zip(paths, meant, strict=True) if on}
 
 
 def _check(path: str, leaf: Any) -> None:

@@ -32,8 +32,8 @@ class Sampling(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
 
-    def check(self) -> None:
-        """Refuse settings that mean nothing.
+    def check(self, key: Tensor | None) -> None:
+        """Refuse settings that mean nothing, and draws without a key to make them from.
 
         Raises:
             ValueError: naming the setting.
@@ -48,6 +48,10 @@ class Sampling(NamedTuple):
             raise ValueError(
                 f"top_k={self.top_k} and top_p={self.top_p} choose among tokens, and temperature=0 "
                 "takes the likeliest; give a temperature, 1.0 say"
+            )
+        if self.temperature and key is None:
+            raise ValueError(
+                f"temperature={self.temperature} draws tokens at random: pass key=zf.random.key(0)"
             )
 
 

@@ -1,7 +1,7 @@
 """A small HTTP server: continuations of prompts, whole or as a stream, and figures.
 
     POST /generate   {"prompt": "text"} or {"tokens": [1, 2]}, with max_new_tokens, temperature,
-                     top_k, top_p, seed, stop (token ids), stream
+                     top_k, top_p, seed (0 unless given), stop (token ids), stream
     GET  /health     {"status": "ok"}
     GET  /metrics    the batcher's figures
 
