@@ -2,11 +2,11 @@
 
 A test hands over a module-level function ``f(*args)``; every process calls it (it makes its own
 ``zf.Mesh``) and sends back what it returns. A rank that raises or hangs fails the test and closes
-the pool; the next test gets a new one, on a fresh port.
+the pool; the next test gets a new one. This process keeps the store by which the ranks find each
+other, as torchrun does, so that its port is never free for others in between.
 """
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -15,8 +15,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 TIME_LIMIT = 120.0  # seconds a call may take before its ranks count as hanging
+HOST = "127.0.0.1"
 GRACE = 5.0  # seconds that the others get when a rank has failed
 
 
@@ -31,13 +33,16 @@ class ProcessPool:
         self.size = size
         self.time_limit = time_limit
         context = get_context("spawn")
-        port = _free_port()
+        self.store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, port, theirs), daemon=True, name=f"rank {rank}"
+                target=_serve,
+                args=(rank, size, self.store.port, theirs),
+                daemon=True,
+                name=f"rank {rank}",
             )
             process.start()
             theirs.close()
@@ -103,19 +108,15 @@ def close_pools() -> None:
     _pools.clear()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=HOST,
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 makes no store of its own
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     torch.set_num_threads(1)
     while True:

@@ -190,6 +190,14 @@ def test_draws_follow_the_softmax() -> None:
         assert all(found[i] == 0 for i in range(5) if want[i] == 0)
 
 
+def test_the_least_set_of_the_top_p_is_drawn_from() -> None:
+    """Four tokens of 1/4 each: two have a half together, and a third is not needed for it."""
+    count = 200
+    draws = draw(zf.random.split(zf.random.key(1), count), torch.zeros(count, dtype=torch.int64))
+    tokens = sample(torch.zeros(count, 4), [Sampling(1.0, top_p=0.5)] * count, draws)
+    assert set(tokens.tolist()) == {0, 1}
+
+
 def test_a_rows_draw_depends_on_its_key_alone() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     settings = [Sampling(1.0), Sampling(), Sampling(0.7, 5), Sampling(1.3, None, 0.9)]
