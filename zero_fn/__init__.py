@@ -75,6 +75,9 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Where state lives: on the host, on disk.
+from .offloading import Residency, discard, offload, residency, restore
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
@@ -99,6 +102,7 @@ __all__ = [
     "Policy",
     "PowerSGD",
     "Program",
+    "Residency",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -125,6 +129,7 @@ __all__ = [
     "compressed",
     "compression_state",
     "constant",
+    "discard",
     "fit",
     "gather_tree",
     "global_norm",
@@ -132,6 +137,7 @@ __all__ = [
     "grad_and_value",
     "jit",
     "local_slices",
+    "offload",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -147,6 +153,8 @@ __all__ = [
     "pvary",
     "register_dataclass",
     "remat",
+    "residency",
+    "restore",
     "row_linear",
     "scale_by_adam",
     "scale_by_learning_rate",

@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import accounting, tree
+from . import accounting, disk, tree
 from .accounting import Collective, Moment
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
+from .naming import size_of
 from .sharding import Sharded
 from .tree import Tensor, TreeDef
 
@@ -55,9 +56,9 @@ class Peak(NamedTuple):
     line: str
 
     def __str__(self) -> str:
-        split = ", ".join(f"{part} {_size(n)}" for part, n in self.parts.items() if n)
+        split = ", ".join(f"{part} {size_of(n)}" for part, n in self.parts.items() if n)
         line = f" ({self.line})" if self.line else ""
-        return f"{_size(self.bytes)} at {self.operation}{line}: {split}"
+        return f"{size_of(self.bytes)} at {self.operation}{line}: {split}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Program:
         paths: the key path of each tensor of the arguments.
         donated: for each tensor of the arguments, whether its memory may be reused.
         axes: for each process group, the mesh axis' name and size.
+        on_disk: for each tensor of the arguments, whether its memory is a file.
     """
 
     graph_module: GraphModule
@@ -79,6 +81,7 @@ class Program:
     paths: tuple[str, ...]
     donated: tuple[bool, ...]
     axes: Mapping[str, tuple[str, int]]
+    on_disk: tuple[bool, ...]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph as it is. Donated arguments may be overwritten."""
@@ -188,7 +191,8 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], donate: Sequence[int] = 
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     sizes = {group: (axis.name, axis.size) for group, axis in axes.items()}
-    return Program(graph_module, arguments, results[0], names, donated, sizes)
+    on_disk = tuple([disk.is_on_disk(x) for x in tensors])
+    return Program(graph_module, arguments, results[0], names, donated, sizes, on_disk)
 
 
 class _Lines(TorchDispatchMode):
@@ -254,7 +258,7 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
         axis, ranks = axes.get(str(node.args[-1]), (node.args[-1], 1))
         name, arguments = collective, [_shown(node.args[0]), f"{axis}={ranks}"]
         sent = accounting.RING[collective](nbytes(node.args[0]), ranks)
-        notes.insert(0, f"sends {_size(sent)}")
+        notes.insert(0, f"sends {size_of(sent)}")
     arguments += [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
     note = "; ".join(filter(None, notes))
     return f"{node.name}{kind} = {name}({', '.join(arguments)})" + (f"  # {note}" if note else "")
@@ -262,13 +266,6 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
 
 def _line_of(node: Node) -> str:
     return node.meta.get("stack_trace", "")
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 def _shown(value: Any) -> str:
