@@ -223,6 +223,20 @@ def test_an_unchanged_leaf_is_not_written(folder: Path) -> None:
     assert swapped["b"].tolist() == [1, 1]
 
 
+def test_a_state_is_made_on_disk(folder: Path) -> None:
+    init, step = zf.train_step(loss_fn, zf.adamw(1e-2), zf.Mesh(dp=3), stage=3)
+    expected = init(params())
+
+    def opt_state(path: str, x: Tensor) -> bool:
+        return path.startswith("opt_state")
+
+    state = zf.offload(init, folder / "some", where=opt_state)(params())
+    assert same(state, expected)
+    assert [place for place, _ in zf.residency(state).items()] == [str(folder / "some"), "cpu"]
+    assert same(step(state, batches(1)[0])[0], step(expected, batches(1)[0])[0])
+    assert list(zf.residency(zf.offload(init, "cpu")(params()))) == ["cpu"]
+
+
 def test_fractions_choose_by_size(folder: Path) -> None:
     state = {"big": torch.zeros(60), "middle": torch.zeros(30), "small": torch.zeros(10)}
 
@@ -248,12 +262,12 @@ def test_residency_counts_every_byte_once(folder: Path) -> None:
 
 def test_errors_say_what_to_write(folder: Path) -> None:
     p = params()
-    with pytest.raises(TypeError, match="a folder is a pathlib.Path"):
+    with pytest.raises(TypeError, match=r"a folder is a pathlib\.Path"):
         zf.offload(p, "/some/where")
     with pytest.raises(ValueError, match="'a' requires a gradient"):
         zf.offload({"a": torch.zeros(2, requires_grad=True)}, "cpu")
     zf.offload(p, folder)
-    with pytest.raises(FileExistsError, match="zf.discard"):
+    with pytest.raises(FileExistsError, match=r"zf\.discard"):
         zf.offload(p, folder)
     with pytest.raises(ValueError, match=r"holds a leaf 'b', and the tree has none"):
         zf.restore({"a": p["a"]}, folder)

@@ -88,10 +88,12 @@ class Manifest(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-def create(folder: Path, leaves: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """Write leaves (key path, tensor of at least one byte) to a folder, which is made.
+def create(
+    folder: Path, leaves: Sequence[tuple[str, Tensor]], fill: Callable[[list[Tensor]], None]
+) -> list[Tensor]:
+    """Make files for leaves (key path, tensor of at least one byte) in a folder, which is made.
 
-    Nothing is left behind if it fails.
+    ``fill`` writes the tensors on disk that it is given. Nothing is left behind if it fails.
 
     Raises:
         FileExistsError: if the folder holds a state already.
@@ -119,14 +121,13 @@ def create(folder: Path, leaves: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
                 str(folder),
             )
         mapped = []
-        for number, (entry, (_, x)) in enumerate(zip(entries, leaves, strict=True)):
+        for number, entry in enumerate(entries):
             place = Place(folder, number, 0)
             for file in (place.file, place.other.file):
                 made.append(file)
                 _allocate(file, _rounded(entry.nbytes), os.O_EXCL)
-            target = _mapped(place, entry.shape, entry.dtype)
-            write(target, x)
-            mapped.append(target)
+            mapped.append(_mapped(place, entry.shape, entry.dtype))
+        fill(mapped)
         _sync([Place(folder, number, 0) for number in range(len(entries))])
         _write_manifest(folder, Manifest(0, entries))
     except BaseException:

@@ -5,15 +5,18 @@ was: plain tensors under the same nodes. A step that ``zf.jit`` traced with dona
 leaf where it lives (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857).
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 
 from . import disk, tree
 from .mesh import least_over_processes, process_place
 from .naming import size_of
+from .program import join, split, trace
 from .tree import PyTree, Tensor
 
 Where = Callable[[str, Tensor], bool]  # (key path, leaf)
@@ -27,7 +30,8 @@ def offload(
 
     Args:
         state: any tree; leaves that are no tensors stay as they are. A tensor at two places stays
-            one.
+            one. Or a function, an ``init`` say, which becomes one whose result is offloaded, to a
+            folder leaf by leaf as it is computed, so that it need not fit in memory.
         device: ``"cpu"`` (pinned memory where there is a GPU), a device, or a folder
             (``pathlib.Path``; made if it is missing): a memory-mapped file for each leaf. Each
             process uses a folder of its own in there. To come back, offload to ``"cpu"``.
@@ -36,7 +40,8 @@ def offload(
             they fit, so that the rest stays where it is (as in Twin-Flow of DeepSpeed).
 
     Returns:
-        The tree. Leaves that are there already, or have no bytes, are the same tensors.
+        The tree, or the function. Leaves that are there already, or have no bytes, are the same
+        tensors.
 
     Raises:
         TypeError: for a string that is no device: a folder is a ``Path``.
@@ -49,24 +54,76 @@ def offload(
     if not 0 <= fraction <= 1:
         raise ValueError(f"fraction is {fraction}; it is the part of the bytes that moves, 0 to 1")
     target = _target(device)
-    named = zip(tree.paths(state), tree.leaves(state), strict=True)
-    first: dict[int, tuple[str, Tensor]] = {}
-    for path, x in named:
-        if isinstance(x, Tensor) and x.nbytes and (where is None or where(path, x)):
-            if x.requires_grad:
-                raise ValueError(f"{path!r} requires a gradient; offload x.detach()")
-            first.setdefault(id(x), (path, x))
-    chosen = {
-        key: (path, x) for key, (path, x) in _part(first, fraction).items() if not _is_at(x, target)
-    }
+    if callable(state):
+        return functools.partial(_made_there, state, target, where, fraction)
+    chosen = {k: x for k, x in _chosen(state, where, fraction).items() if not _is_at(x[1], target)}
     if isinstance(target, Path):
-        made = disk.create(target, list(chosen.values())) if chosen else []
+
+        def fill(files: list[Tensor]) -> None:
+            for file, (_, x) in zip(files, chosen.values(), strict=True):
+                disk.write(file, x)
+
+        made = disk.create(target, list(chosen.values()), fill) if chosen else []
     else:
         if target.type == "cpu":
             _check_host(sum(x.nbytes for _, x in chosen.values()))
         made = [_moved(x, target) for _, x in chosen.values()]
     new = dict(zip(chosen, made, strict=True))
     return tree.map(lambda x: new.get(id(x), x), state)
+
+
+def _chosen(state: PyTree, where: Where | None, fraction: float) -> dict[int, tuple[str, Tensor]]:
+    """The leaves that move, each tensor once."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
+        if isinstance(x, Tensor) and x.nbytes and (where is None or where(path, x)):
+            if x.requires_grad:
+                raise ValueError(f"{path!r} requires a gradient; offload x.detach()")
+            first.setdefault(id(x), (path, x))
+    return _part(first, fraction)
+
+
+def _made_there(
+    f: Callable[..., PyTree],
+    target: torch.device | Path,
+    where: Where | None,
+    fraction: float,
+    *args: Any,
+) -> PyTree:
+    """What ``f`` returns, each leaf moved as soon as it is computed."""
+    if not isinstance(target, Path):
+        return offload(f(*args), target, where=where, fraction=fraction)
+    program = trace(f, args)
+    *_, output = program.graph_module.graph.nodes
+    nodes: list[Node] = list(output.args[0])
+    outlines = [node.meta["val"] for node in nodes]
+    chosen = _chosen(join(outlines, program.results), where, fraction)
+    results: list[Tensor] = []
+
+    def fill(files: list[Tensor]) -> None:
+        named = dict(zip(chosen, files, strict=True))
+        pairs = zip(nodes, outlines, strict=True)
+        into = {node: named[id(x)] for node, x in pairs if id(x) in named}
+        results[:] = _Storing(program.graph_module, into).run(*split(args)[0])
+
+    with torch.no_grad():
+        disk.create(target, list(chosen.values()), fill)
+    return join(results, program.results)
+
+
+class _Storing(torch.fx.Interpreter):
+    """Runs a graph, and moves some values to their files as soon as they are there."""
+
+    def __init__(self, module: torch.nn.Module, files: dict[Node, Tensor]) -> None:
+        super().__init__(module)
+        self.files = files
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n not in self.files:
+            return value
+        disk.write(self.files[n], value)
+        return self.files[n]
 
 
 def restore(like: PyTree, folder: Path) -> PyTree:
