@@ -5,8 +5,8 @@ mean of its absolute values in each block as the block's scale, and returns what
 pass. ``sign_unpack`` is the way back: plus or minus the scale. Signs are those of the bits, so that
 -0.0 is negative, in both directions alike.
 
-On a GPU this is one Triton kernel each way; on a CPU it runs in pieces that stay in the cache, with
-numpy's packbits where there is numpy, and in torch's own operations where there is none.
+On a GPU this is one Triton kernel each way. On a CPU it is C, compiled when it is first used; where
+there is no compiler, numpy on pieces that stay in the cache; without numpy, torch's own operations.
 """
 
 import importlib.util
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import sign_packing_native
 from .ops import Batch, InDims, Run, Static, differentiable, leading
 
 BLOCK = 1024  # values that share a scale
-PIECE = 1 << 17  # values that are worked on at once: 512 KiB in float32
+PIECE = 1 << 16  # values that numpy works on at once, so that they stay in the cache
 
 try:  # torch works without numpy, and so do we
     import numpy as np
@@ -104,7 +105,7 @@ def _pack_op(x: Tensor, error: Tensor, counts: Tensor, block: int) -> tuple[Tens
 
         sign_packing_triton.pack(x, error, counts, bits, scales, residual, block)
     else:
-        _pack_in_pieces(x, error, counts, bits, scales, residual, block)
+        pack_on_cpu(x, error, counts, bits, scales, residual, block)
     return bits, scales, residual
 
 
@@ -123,7 +124,7 @@ def _unpack_op(bits: Tensor, scales: Tensor) -> Tensor:
 
         sign_packing_triton.unpack(bits, scales, out)
     else:
-        _unpack_in_pieces(bits, scales, out)
+        unpack_on_cpu(bits, scales, out)
     return out
 
 
@@ -138,7 +139,7 @@ def _triton_takes(x: Tensor, block: int) -> bool:
     return fits and importlib.util.find_spec("triton") is not None
 
 
-def _pack_in_pieces(
+def pack_on_cpu(
     x: Tensor,
     error: Tensor,
     counts: Tensor,
@@ -147,13 +148,34 @@ def _pack_in_pieces(
     residual: Tensor,
     block: int,
 ) -> None:
-    widths = (block, block, block // 8, 1, block, 1)
-    tensors = (x, error, bits, scales, residual, counts)
-    flat = [t.view(-1, width) for t, width in zip(tensors, widths, strict=True)]
-    if np is None or x.device.type != "cpu":
-        _pack_by_torch(*flat)
+    """Fill bits, scales and residual, all contiguous, in the quickest way that there is."""
+    if sign_packing_native.takes(x, block):
+        sign_packing_native.pack(x, error, counts, bits, scales, residual, block)
+    elif np is None or x.device.type != "cpu":
+        tensors = (x, error, bits, scales, residual, counts)
+        _pack_by_torch(*_as_blocks(tensors, block))
     else:
-        _on_threads(_pack_rows, [t.numpy() for t in flat], block)
+        pack_by_numpy(x, error, counts, bits, scales, residual, block)
+
+
+def pack_by_numpy(
+    x: Tensor,
+    error: Tensor,
+    counts: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    residual: Tensor,
+    block: int,
+) -> None:
+    """The same in about eight passes over the cache, two to four over memory."""
+    tensors = (x, error, bits, scales, residual, counts)
+    _on_threads(_pack_rows, [t.numpy() for t in _as_blocks(tensors, block)], block)
+
+
+def _as_blocks(tensors: tuple[Tensor, ...], block: int) -> list[Tensor]:
+    """Values, values, bits, scales, values and counts, with one row a block."""
+    widths = (block, block, block // 8, 1, block, 1)
+    return [t.view(-1, width) for t, width in zip(tensors, widths, strict=True)]
 
 
 def _on_threads(work: Any, arrays: list[Any], block: int) -> None:
@@ -177,7 +199,10 @@ def _on_threads(work: Any, arrays: list[Any], block: int) -> None:
 def _pack_rows(
     space: Any, x: Any, error: Any, bits: Any, scales: Any, residual: Any, counts: Any
 ) -> None:
+    """Signs are taken and put back as the highest bit: numpy's copysign goes value by value."""
     space, block = space[: len(x)], x.shape[1]
+    whole = np.int32 if x.itemsize == 4 else np.int64
+    sign, words, total = np.iinfo(whole).min, space.view(whole), residual.view(whole)
     with np.errstate(all="ignore"):  # NaN and infinity go on as they are
         np.add(x, error, out=residual)
         (partial,) = np.nonzero(counts[:, 0] < block)
@@ -186,8 +211,9 @@ def _pack_rows(
             residual[partial] = np.where(padding, 0, residual[partial])
         np.abs(residual, out=space)
         np.divide(space.sum(1, keepdims=True), np.maximum(counts, 1), out=scales, casting="unsafe")
-        bits[:] = np.packbits(np.signbit(residual), axis=1)
-        np.copysign(scales, residual, out=space)
+        bits[:] = np.packbits(total < 0, axis=1)
+        np.bitwise_and(total, sign, out=words)
+        np.bitwise_or(words, np.abs(scales).view(whole), out=words)
         np.subtract(residual, space, out=residual)
         if padding is not None:
             residual[partial] = np.where(padding, 0, residual[partial])
@@ -210,10 +236,14 @@ def _shifts(device: torch.device) -> Tensor:
     return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
 
 
-def _unpack_in_pieces(bits: Tensor, scales: Tensor, out: Tensor) -> None:
+def unpack_on_cpu(bits: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fill ``out``, in the quickest way that there is."""
     if not out.numel():
         return
     block = out.numel() // scales.numel()
+    if sign_packing_native.takes(scales, block):
+        sign_packing_native.unpack(bits, scales, out, block)
+        return
     flat = [bits.view(-1, block // 8), scales.view(-1, 1), out.view(-1, block)]
     if np is None or bits.device.type != "cpu":
         flat[2].copy_(flat[1] * (1 - 2 * _bits_by_torch(flat[0]).to(scales.dtype)))

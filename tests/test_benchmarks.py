@@ -56,8 +56,46 @@ def test_pipeline() -> None:
     assert "zero_fn 1f1b, jit" in out
 
 
+def test_inference() -> None:
+    out = run(
+        "tests.benchmarks.inference", "--tiny", "--steps", "2", "--tokens", "2", "--repeats", "1",
+        "--seconds", "0", "--threads", "1",
+    )  # fmt: skip
+    assert "int8, inputs int8" in out
+    assert "int8, bfloat16" in out
+    assert "of the plain" in out
+    assert "clients vanished, 0 failed" in out
+
+
+def test_trillion() -> None:
+    out = run("tests.benchmarks.trillion", "--tiny", "--microbatches", "2", "--length", "32")
+    assert "parameters, pp 2 × dp 2 × tp 2, 2 micro-batches of 32 tokens" in out
+    assert "fits" in out
+
+
+def test_gathers() -> None:
+    assert "given" in run("tests.benchmarks.gathers", "--runs", "1", "--count", "60")
+
+
 def test_packing() -> None:
     assert "sign_unpack" in run("tests.benchmarks.packing", "--millions", "1", "--repeats", "1")
+
+
+def test_slow_network(tmp_path: Path) -> None:
+    picture = tmp_path / "slow.png"
+    out = run(
+        "tests.benchmarks.slow_network", "--tiny", "--repeats", "1", "--steps", "1", "--rates",
+        "1 Gbit/s", "--only", "DDP, bf16 hook", "zero_fn onebit_adam", "--plot", str(picture),
+    )  # fmt: skip
+    if not out.startswith("skipped: "):  # no root, or no namespaces
+        assert "onebit_adam" in out
+        assert "left out" not in out
+        assert picture.stat().st_size > 1000
+
+
+def test_slow_network_says_what_is_missing() -> None:
+    out = run("tests.benchmarks.slow_network", "--tiny", PATH=str(Path(sys.executable).parent))
+    assert out.startswith("skipped: there is no `ip`; install iproute2")
 
 
 def test_gpu_without_a_gpu(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def test_trains_reports_and_checks(
         assert float(measured[column]) == pytest.approx(float(formula[column]), abs=0.002)
 
 
+def test_trains_on_three_axes(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 simulated ranks in one process, which all hold all stages; processes are below."""
+    arguments = ["--steps", "3", "--pp", "2", "--dp", "2", "--tp", "2"]
+    assert main([*TINY, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "2 stages, 4 micro-batches: 1f1b" in out
+    assert "the first 3 steps run dense, with torch.optim alone: losses agree" in out
+    assert len(re.findall(r"│ rank \d", out)) == 8
+
+
 def test_trains_on_one_bit_a_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--steps", "10", "--dp", "2", "--compress", "1bit"]) == 0
     out = capsys.readouterr().out
@@ -57,7 +67,11 @@ def test_trains_with_sparse_attention(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (2, ["--dp", "2"]),
         (2, ["--dp", "1", "--tp", "2"]),
+        (2, ["--dp", "1", "--pp", "2"]),
         pytest.param(4, ["--dp", "2", "--tp", "2"], marks=pytest.mark.slow),
+        pytest.param(4, ["--dp", "2", "--pp", "2"], marks=pytest.mark.slow),
+        pytest.param(4, ["--dp", "1", "--pp", "2", "--tp", "2"], marks=pytest.mark.slow),
+        pytest.param(8, ["--dp", "2", "--pp", "2", "--tp", "2"], marks=pytest.mark.slow),
     ],
 )
 def test_processes_print_the_same_losses(
@@ -89,6 +103,8 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
     for arguments, message in (
         (["--tp", "4"], "heads=2 is not divisible by the 4 ranks of 'tp'"),
         (["--tp", "2", "--compress", "1bit"], "gradients of slices do not travel compressed"),
+        (["--pp", "5"], "cannot be cut into 5 stages"),
+        (["--pp", "2", "--compress", "1bit"], "gradients of a pipeline do not travel compressed"),
         (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
         (["--attention", "sparse"], "no attention 'sparse'; there are dense, fixed"),
         (["--text", str(tmp_path / "none")], "no such file or folder"),
@@ -100,6 +116,7 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
         ["--stage", "4"],
         ["--dp", "0"],
         ["--tp", "0"],
+        ["--pp", "0"],
         ["--steps", "x"],
         ["--unknown"],
     ):

@@ -291,11 +291,22 @@ def test_refusals_come_when_the_step_is_built() -> None:
         zf.onebit_lamb(1e-2, 3, b1=1)
 
 
+def test_signs_without_feedback_train_worse() -> None:
+    """Small enough to run always; 1-bit Adam within 1 % takes the longer run below."""
+    config = gpt.Config(length=32, layers=1, heads=2, width=32)
+    base = held_out_loss("AdamW", 300, 0, config)
+    # measured: +0.9 % and +9.4 %
+    assert held_out_loss("0/1 Adam", 300, 0, config) < 1.02 * base
+    assert held_out_loss("signs without feedback", 300, 0, config) > 1.05 * base
+
+
 @pytest.mark.slow
-def test_trains_nearly_as_well_as_adamw() -> None:
-    """In 200 steps, of which 40 are the warm-up: the loss is up to 4 % higher, measured."""
-    base = held_out_loss("AdamW", 200, 0)
-    assert held_out_loss("1-bit Adam", 200, 0) < 1.05 * base
-    assert held_out_loss("0/1 Adam", 200, 0) < 1.05 * base
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_trains_nearly_as_well_as_adamw(seed: int) -> None:
+    """In 600 steps; measured: 1-bit Adam -1.2 to -0.4 %, 0/1 Adam +0.5, +0.7 and +1.3 %."""
+    config = gpt.preset("tiny")
+    base = held_out_loss("AdamW", 600, seed, config)
+    assert held_out_loss("1-bit Adam", 600, seed, config) < 1.01 * base
+    assert held_out_loss("0/1 Adam", 600, seed, config) < 1.015 * base
     # so that the test can tell
-    assert held_out_loss("signs without feedback", 200, 0) > 1.05 * base
+    assert held_out_loss("signs without feedback", 600, seed, config) > 1.05 * base

@@ -379,3 +379,28 @@ def test_names_of_dtypes() -> None:
         zf.policy(compute="bf15")
     with pytest.raises(ValueError, match="reduce is 'int32'; there are 'float64'"):
         zf.policy(reduce="int32")
+
+
+def poisoned(check: bool, where: str) -> None:
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        value = mlp_loss(params, batch)
+        if where == "loss":
+            return value + batch[0].sum() * float("inf")
+        leaf = params["layers"][1][0]  # an infinite gradient, and no other
+        return value + (leaf.sum() * batch[0].max().clamp(min=3e38) * 10)
+
+    init, step = zf.train_step(
+        loss, zf.sgd(0.1), zf.Mesh(dp=2), stage=2, check_finite=check, policy=zf.policy()
+    )
+    step(init(mlp()), batches(1)[0])
+
+
+def test_a_step_may_raise_and_name_the_leaf() -> None:
+    poisoned(False, "leaf")
+    words = r"gradient of 'layers\.1\.0' is not finite, the first of 8 leaves"
+    with pytest.raises(FloatingPointError, match=words):
+        poisoned(True, "leaf")
+    with pytest.raises(AssertionError, match=words):
+        run_on_processes(2, poisoned, True, "leaf")
+    with pytest.raises(FloatingPointError, match=r"the loss is -?(inf|nan), and all gradients are"):
+        poisoned(True, "loss")

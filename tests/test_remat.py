@@ -280,3 +280,70 @@ def test_what_ranks_share_is_shared_after_remat() -> None:
         return zf.spmd(program, mesh, batch="replicated")(x, x.cos()[:2])
 
     torch.testing.assert_close(run(zf.remat(block)), run(block))
+
+
+def wide(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    h = zf.checkpoint_name(x @ w, "first")
+    h = zf.checkpoint_name(torch.tanh(h), "second")
+    return (torch.sin(h @ v) * h).sum()
+
+
+W, V, X = (
+    torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+    for i in range(3)
+)
+SAVED = [(), ("first",), ("second",), ("first", "second")]
+
+
+@pytest.mark.parametrize("save", SAVED)
+def test_what_is_saved_changes_no_derivative(save: tuple[str, ...]) -> None:
+    f = zf.remat(wide, save=save)
+
+    def second(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda w: zf.grad(lambda w: f(w, V, X))(w).square().sum()
+
+    close = torch.testing.assert_close
+    close(f(W, V, X), wide(W, V, X))
+    close(zf.grad(f, (0, 1, 2))(W, V, X), zf.grad(wide, (0, 1, 2))(W, V, X))
+    close(zf.grad(second(f))(W), zf.grad(second(wide))(W))
+    close(jvp(f, (W, V, X), (V, X, W)), jvp(wide, (W, V, X), (V, X, W)))
+    for dims in ((0, None, None), (None, 0, 0)):
+        given = tuple(
+            torch.stack([x, 2 * x]) if d == 0 else x for x, d in zip((W, V, X), dims, strict=True)
+        )
+        close(vmap(zf.grad(f), dims)(*given), vmap(zf.grad(wide), dims)(*given))
+        mapped = zf.grad(lambda *a: vmap(f, dims)(*a).sum(), (0, 1, 2))  # noqa: B023
+        close(mapped(*given), zf.grad(lambda *a: vmap(wide, dims)(*a).sum(), (0, 1, 2))(*given))  # noqa: B023
+
+    def ranks(f: Callable[..., Tensor]) -> Any:
+        def program(w: Tensor, x: Tensor) -> Tensor:
+            return zf.grad(lambda w: zf.psum(f(zf.pvary(w, "dp"), zf.pvary(V, "dp"), x), "dp"))(w)
+
+        return zf.spmd(program, zf.Mesh(dp=2))(W, X)
+
+    close(ranks(f), ranks(wide))
+
+
+def test_what_is_saved_is_not_computed_again() -> None:
+    """Products and hyperbolic tangents in the traced gradient."""
+
+    def counts(f: Callable[..., Tensor]) -> tuple[int, int]:
+        program = zf.jit(zf.grad(f)).trace(W, V, X)
+        names = [str(node.target) for node in program.graph_module.graph.nodes]
+        return sum("aten.mm" in n for n in names), sum("aten.tanh.default" in n for n in names)
+
+    plain, again = counts(wide), counts(zf.remat(wide))
+    assert again[0] > plain[0]
+    assert again[1] > plain[1]
+    first, second = (counts(zf.remat(wide, save=(name,))) for name in ("first", "second"))
+    assert first == (again[0] - 1, again[1])
+    assert second == again  # the derivative of tanh needs the tanh that is computed again
+
+
+def test_errors_of_saving() -> None:
+    with pytest.raises(
+        ValueError, match=r"save names 'third', and 'wide' has the names \['first', 'se"
+    ):
+        zf.remat(wide, save=("third",))(W, V, X)
+    with pytest.raises(TypeError, match="save is 'first'; it is a sequence of names"):
+        zf.remat(wide, save="first")

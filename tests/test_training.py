@@ -143,3 +143,17 @@ def test_two_processes_train_like_the_simulation(stage: int, dense: Any) -> None
     for rank in run_on_processes(2, sharded_run, {"dp": 2}, stage, STEPS):
         assert_same_run(rank, simulated, 1e-6)
         assert_same_run(rank, dense, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"frozen": ["0"]}, "takes no frozen yet"),
+        ({"buffers": {"mean": torch.ones(2)}}, "takes no buffers yet"),
+        ({"dropout_key": zf.random.key(0)}, "its stages close over a key"),
+    ],
+)
+def test_a_pipeline_refuses_what_it_would_drop(settings: dict[str, Any], message: str) -> None:
+    pipe = zf.pipeline([lambda p, carry, batch: (batch * p).sum()], 1)
+    with pytest.raises(ValueError, match=message):
+        zf.train_step(pipe, zf.sgd(0.1), zf.Mesh(pp=1, dp=2), **settings)

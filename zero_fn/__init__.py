@@ -25,13 +25,17 @@ from .collectives import (
 # Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
 from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
+from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
-from .sharding import Scheme, Sharded, gather_tree, shard, unshard
+from .sharding import Scheme, Sharded, gather_tree, shard, tied, unshard
 
 # Tensor slicing: computing with slices of the weights, after Megatron.
 from .sliced_layers import column_linear, row_linear, vocab_cross_entropy, vocab_embedding
 from .slicing import Sliced, SliceRule, local_slices, slice_params
+
+# Leaves that are not trained.
+from .freezing import freeze, merge
 
 # Compressed communication: means of gradients in few bytes, with error feedback.
 from .codecs import BFloat16, Codec, Int8, OneBit, PowerSGD, TopK
@@ -54,6 +58,7 @@ from .optim import (
     adamw,
     add_decayed_weights,
     apply_updates,
+    by_path,
     chain,
     clip_by_global_norm,
     compressed,
@@ -78,12 +83,36 @@ from .precision import LossScale, Policy, all_finite, policy, select
 # Where state lives: on the host, on disk.
 from .offloading import Residency, discard, offload, residency, restore
 
+# Random numbers as functions of a key: dropout that is the same wherever it is computed.
+from . import random
+
+# torch.nn modules as parameters and a function of them.
+from .modules import from_module, to_module
+
+# Checkpoints: a state of any mesh and stage, read on any other.
+from .checkpoint import load, save, saved_steps
+
 # Tracing a step into one graph.
 from .compiler import jit
 from .program import Program
 
-# A ready-made step and loop.
-from .train import Train, TrainState, fit, progress, train_step
+# What a step will cost, before it runs.
+from .hardware import Hardware, hardware
+from .planning import Plan, compare, eval_shape, plan
+
+# A ready-made step and loop, and logs of it.
+from .logs import csv_log, tensorboard_log
+from .states import Train, TrainState, unfreeze
+from .train import fit, progress, train_step
+
+# Inference: generation, batching, quantised weights, and students of larger models.
+from .inference.batching import Batcher
+from .inference.continuous import ContinuousBatcher
+from .inference.distillation import distillation_loss
+from .inference.generation import generate
+from .inference.products import linear
+from .inference.quantization import Quantized, dequantize, quantization_error, quantize
+
 
 # Pytrees of one's own, and checks for schemes of one's own.
 from . import testing
@@ -91,17 +120,22 @@ from .tree import register_dataclass
 
 __all__ = [
     "BFloat16",
+    "Batcher",
     "Codec",
+    "ContinuousBatcher",
     "ErrorFeedback",
+    "Hardware",
     "Int8",
     "LocalOptimizer",
     "LossScale",
     "Mesh",
     "OneBit",
     "Optimizer",
+    "Plan",
     "Policy",
     "PowerSGD",
     "Program",
+    "Quantized",
     "Residency",
     "Scheme",
     "Sharded",
@@ -121,28 +155,43 @@ __all__ = [
     "apply_updates",
     "axis_index",
     "axis_size",
+    "by_path",
     "chain",
     "check_schedule",
+    "checkpoint_name",
     "clip_by_global_norm",
     "column_linear",
+    "compare",
     "compress",
     "compressed",
     "compression_state",
     "constant",
+    "csv_log",
+    "dequantize",
     "discard",
+    "distillation_loss",
+    "eval_shape",
     "fit",
+    "freeze",
+    "from_module",
     "gather_tree",
+    "generate",
     "global_norm",
     "grad",
     "grad_and_value",
+    "hardware",
     "jit",
+    "linear",
+    "load",
     "local_slices",
+    "merge",
     "offload",
     "onebit_adam",
     "onebit_lamb",
     "partition",
     "pipeline",
     "pipeline_schedule",
+    "plan",
     "pmean",
     "policy",
     "ppermute",
@@ -151,11 +200,16 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "quantization_error",
+    "quantize",
+    "random",
     "register_dataclass",
     "remat",
     "residency",
     "restore",
     "row_linear",
+    "save",
+    "saved_steps",
     "scale_by_adam",
     "scale_by_learning_rate",
     "select",
@@ -163,9 +217,13 @@ __all__ = [
     "shard",
     "slice_params",
     "spmd",
+    "tensorboard_log",
     "testing",
+    "tied",
     "timeline",
+    "to_module",
     "train_step",
+    "unfreeze",
     "unshard",
     "vocab_cross_entropy",
     "vocab_embedding",

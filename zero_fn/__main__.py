@@ -1,9 +1,11 @@
-"""The command line: ``zero-fn demo``."""
+"""The command line: ``zero-fn demo``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from .inference import commands as inference
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument("--dp", type=_positive, default=4, help="data-parallel ranks")
     demo.add_argument(
         "--tp", type=_positive, default=1, help="ranks that divide each layer (tensor slicing)"
+    )
+    demo.add_argument(
+        "--pp", type=_positive, default=1, help="stages of a pipeline, each on ranks of its own"
     )
     demo.add_argument(
         "--stage", type=int, choices=range(4), help="ZeRO's stage; 3, or 0 with --compress"
@@ -37,15 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "local_sliding_window",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
-    given.pop("command")
-
-    from .demo import Options, run  # here, so that --help is quick
-
+    command = given["command"]
     try:
+        if command in inference.COMMANDS:
+            return inference.run(given)
+        del given["command"]
+
+        from .demo import Options, run  # here, so that --help is quick
+
         return run(Options(**given))
     except (ValueError, FileNotFoundError) as error:
-        print(f"zero-fn demo: {error}", file=sys.stderr)
+        print(f"zero-fn {command}: {error}", file=sys.stderr)
         return 2
 
 

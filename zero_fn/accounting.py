@@ -64,6 +64,20 @@ class Collective(NamedTuple):
     bytes_sent: int
 
 
+class Work(NamedTuple):
+    """What one operation has to do.
+
+    Attributes:
+        flops: floating-point operations of a matrix product, convolution or attention; else 0.
+        bytes: what it reads and writes.
+        dtype: of what it reads first; None if it reads no tensor.
+    """
+
+    flops: int
+    bytes: int
+    dtype: torch.dtype | None
+
+
 class Moment(NamedTuple):
     """What is alive while one operation runs.
 
@@ -106,6 +120,22 @@ def collectives(graph: Graph, axes: Mapping[str, tuple[str, int]]) -> list[Colle
 def flops(graph: Graph) -> int:
     """The floating-point operations of matrix products, convolutions and attention."""
     return sum(_flops(node) for node in graph.nodes if node.op == "call_function")
+
+
+def work(graph: Graph) -> list[Work]:
+    """What each operation has to do; views and collectives have nothing to do."""
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function" or is_alias(node) or kind_of(node) or is_item(node):
+            continue
+        read = sum(nbytes(used) for used in node.all_input_nodes)
+        made = sum(size for _, size in parts(node))
+        if op_name(node) in ADAM and not made:  # writes where it reads, all but the gradients
+            made = read - sum(nbytes(x) for x in node.args[1])
+        values = (used.meta.get("val") for used in node.all_input_nodes)
+        dtypes = [x.dtype for x in values if isinstance(x, torch.Tensor)]
+        found.append(Work(_flops(node), read + made, dtypes[0] if dtypes else None))
+    return found
 
 
 def _counter() -> Any:

@@ -16,7 +16,7 @@ from .collectives import AxisName, axis_size, psum
 from .sharding import Scheme, Sharded, is_piece, tie_whole
 from .tree import PyTree, Tensor
 
-LossFn = Callable[[PyTree, PyTree], Tensor]
+LossFn = Callable[..., Any]  # (whole params, micro-batch) to the mean loss
 
 
 def accumulate(
@@ -27,11 +27,16 @@ def accumulate(
     reduce: bool = True,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
-) -> Callable[[PyTree, PyTree], tuple[PyTree, Tensor]]:
+    has_state: bool = False,
+) -> Callable[..., Any]:
     """The gradient and value of the mean loss over all ranks and micro-batches.
 
     Args:
-        loss_fn: (whole params, micro-batch) to the mean loss over the micro-batch's rows, 0-dim.
+        loss_fn: (whole params, micro-batch) to the mean loss over the micro-batch's rows, 0-dim;
+            or to a pair of that and its weight, the number of tokens that it is the mean over,
+            say. Losses with weights are averaged by them, over micro-batches and ranks, which
+            then equal one big batch however ragged they are. A micro-batch without tokens needs a
+            finite loss: divide a sum by ``weight.clamp(min=1)``.
         microbatches: how many equal parts a rank's batch is cut into, along dimension 0.
         axis: the axis, or axes, whose ranks have different batches.
         reduce: False: the gradients are this rank's own, by the whole parameters, and nobody has
@@ -40,19 +45,24 @@ def accumulate(
             the pieces' own. Gradients add up in the pieces' dtype.
         reduce_dtype: the dtype in which gradients travel and are summed over ranks; None: the
             pieces' own.
+        has_state: whether ``loss_fn`` takes a state (running statistics, a key) as its third
+            argument, and returns a pair of the loss, with or without a weight, and the new state.
+            It goes from one micro-batch to the next.
 
     Returns:
         A function (params as :func:`zero_fn.shard` cut them, this rank's batch) to
-        ``(grads, value)``, for use inside ``spmd``; equal to one big batch.
+        ``(grads, value)``, for use inside ``spmd``; equal to one big batch. With ``has_state`` a
+        function (params, batch, state) to ``(grads, value, state)``.
 
     Raises:
         ValueError: if ``microbatches`` is not positive, or does not divide a rank's batch; with
             ``reduce=False``, for a leaf of a stage that reduces in every micro-batch.
+        TypeError: if ``loss_fn`` returns neither a loss nor a pair of one and its weight.
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches is {microbatches!r}; it must be an int of 1 or more")
 
-    def accumulated(params: PyTree, batch: PyTree) -> tuple[PyTree, Tensor]:
+    def accumulated(params: PyTree, batch: PyTree, *given: PyTree) -> tuple[Any, ...]:
         if not reduce:
             params = tree.map(_own, params, is_leaf=is_piece)
         nodes, treedef = tree.flatten(params, is_piece)
@@ -60,21 +70,50 @@ def accumulate(
         ranks = axis_size(axis)
         share = 1 / (microbatches * (ranks if reduce else 1))
 
-        def loss(values: list[Any], microbatch: PyTree) -> Tensor:
+        def loss(values: list[Any], microbatch: PyTree, *state: PyTree) -> tuple[Tensor, Any]:
             whole = [leaf.use(value) for leaf, value in zip(leaves, values, strict=True)]
-            value = loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch)
-            return at_least_float32(value) * share
+            out = loss_fn(tie_whole(tree.unflatten(treedef, whole)), microbatch, *state)
+            out, *state_ = out if has_state else (out,)
+            value, weight = split_loss(out)
+            value = at_least_float32(value) * share
+            weighted = value if weight is None else value * weight.to(value.dtype)
+            return weighted, (weight, state_)
 
-        values = []
+        values, weights, state = [], [], list(given)
         for part in cut_batch(batch, microbatches):
-            grads, value = grad_and_value(loss)([leaf.value for leaf in leaves], part)
+            differentiated = grad_and_value(loss, has_aux=True)
+            grads, (value, aux) = differentiated([leaf.value for leaf in leaves], part, *state)
+            weight, state = aux
             values.append(value)
+            weights += [] if weight is None else [weight]
             for leaf, g in zip(leaves, grads, strict=True):
                 leaf.add(g)
         total = psum(torch.stack(values).sum() / (1 if reduce else ranks), axis)
-        return tree.unflatten(treedef, [leaf.gradient() for leaf in leaves]), total
+        gradient = tree.unflatten(treedef, [leaf.gradient() for leaf in leaves])
+        if weights:
+            whole = psum(torch.stack(weights).sum(), axis)
+            factor = torch.where(whole > 0, microbatches * ranks / whole, 0)
+            gradient = tree.map(lambda g: g * factor.to(g.dtype), gradient)
+            total = total * factor.to(total.dtype)
+        return gradient, total, *state
 
     return accumulated
+
+
+def split_loss(out: Any) -> tuple[Any, Tensor | None]:
+    """A loss, and the weight that it comes with or None.
+
+    Raises:
+        TypeError: for a weight that is no 0-dim tensor.
+    """
+    if not isinstance(out, tuple):
+        return out, None
+    if len(out) != 2 or not isinstance(out[1], Tensor) or out[1].ndim:
+        raise TypeError(
+            f"the loss returned {out!r}; it returns the mean loss, or a pair of that and its "
+            "weight (the number of tokens, say), both 0-dim tensors"
+        )
+    return out[0], out[1].detach().to(torch.float64)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

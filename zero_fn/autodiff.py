@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import tree
 from .captures import captured, name_of, replaced
+from .marks import marking
 from .mesh import bind, bound_axes
 from .tree import Tensor
 
@@ -93,17 +94,27 @@ def grad(f: Callable[..., Any], argnums: ArgNums = 0, has_aux: bool = False) -> 
     return differentiated
 
 
-def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+def remat(f: Callable[..., Any], save: Sequence[str] = ()) -> Callable[..., Any]:
     """The same function, whose intermediates are computed again in the backward, not kept.
 
-    Only the arguments are kept (activation checkpointing, arXiv 1604.06174). ``f`` takes and
-    returns trees; every tensor to differentiate by must be an argument, not a captured variable.
-    Under ``torch.compile`` it is ``f`` itself.
+    Only the arguments are kept (activation checkpointing, arXiv 1604.06174), and the values that
+    ``save`` names. Under ``torch.compile`` it is ``f`` itself.
+
+    Args:
+        f: takes and returns trees; every tensor to differentiate by must be an argument, not a
+            captured variable.
+        save: names given by :func:`zero_fn.checkpoint_name` inside ``f``, of values that are kept
+            too. Under ``zf.jit`` what leads to them alone is not computed again. Name products,
+            whose derivative needs their factors, rather than what comes after a nonlinearity,
+            whose derivative needs the result and computes it again.
 
     Raises:
         ValueError: if ``f`` captures a tensor that is being differentiated (its name is given), or
-            draws random numbers.
+            draws random numbers; if ``save`` names what ``f`` does not.
+        TypeError: if ``save`` is one string.
     """
+    if isinstance(save, str):
+        raise TypeError(f"save is {save!r}; it is a sequence of names, ({save!r},)")
 
     @functools.wraps(f)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -116,22 +127,36 @@ def remat(f: Callable[..., Any]) -> Callable[..., Any]:
         axes = bound_axes()
         tokens = {name: axis.token for name, axis in axes.items() if axis.token is not None}
         outputs: list[Static] = []
+        kept = Kept()
+        count = len(tokens) + len(captures) + len(tensors)
 
         def body(*values: Tensor) -> tuple[Tensor, ...]:
-            bound, rest = dict(axes), iter(values)
+            bound, rest = dict(axes), iter(values[:count])
             for name in tokens:
                 bound[name] = axes[name]._replace(token=next(rest))
             others = {id(x): next(rest) for x in captures}
-            with bind(bound):
+            with bind(bound), marking(save, values[count:]) as marks:
                 args, kwargs = join_tensors(list(rest), inputs)
                 results, static = split_tensors(replaced(f, others)(*args, **kwargs))
-            outputs[:] = [static]
-            return tuple(results)
+            unknown = [name for name in save if name not in marks.seen]
+            if unknown:
+                raise ValueError(
+                    f"remat: save names {unknown[0]!r}, and {name_of(f)!r} has the names "
+                    f"{sorted(marks.seen)}; zf.checkpoint_name(x, name) gives one"
+                )
+            outputs[:], kept.count = [static], len(marks.values)
+            return *results, *marks.values
 
-        results = _Remat.apply(body, name_of(f), *tokens.values(), *captures, *tensors)
-        return join_tensors(results, outputs[0])
+        results = _Remat.apply(body, name_of(f), kept, *tokens.values(), *captures, *tensors)
+        return join_tensors(results[: len(results) - kept.count], outputs[0])
 
     return recomputed
+
+
+class Kept:
+    """How many of a function's last results are named values, known when it has run."""
+
+    count = 0
 
 
 class Static(NamedTuple):
@@ -242,70 +267,82 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 class _Remat(torch.autograd.Function):
     @staticmethod
     def forward(
-        body: Callable[..., tuple[Tensor, ...]], name: str, *inputs: Tensor
+        body: Callable[..., tuple[Tensor, ...]], name: str, kept: Kept, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         with _NoDraws(name):
             return tuple(out.view_as(out) for out in body(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.body, ctx.name, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.body, ctx.name, ctx.kept, *tensors = inputs
+        ctx.count, ctx.results = len(tensors), len(output) - ctx.kept.count
+        ctx.save_for_backward(*tensors, *output[ctx.results :])
         ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*[out for out in output if not _differentiable(out)])
-        ctx.moves = [_differentiable(out) for out in output]
+        ctx.moves = [_differentiable(out) for out in output[: ctx.results]]
+        ctx.moves += [False] * ctx.kept.count
+        still = [out for out, moves in zip(output, ctx.moves, strict=True) if not moves]
+        ctx.mark_non_differentiable(*still)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        places = [i for i, x in enumerate(inputs) if _differentiable(x)]
-        _, pullback = _vjp(_of_places(ctx.body, inputs, places), *[inputs[i] for i in places])
-        wanted = tuple(grad for grad in grads if _differentiable(grad))
+        values = [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        places = [i for i, x in enumerate(values[: ctx.count]) if _differentiable(x)]
+        f = _of_places(ctx.body, values, places, ctx.results)
+        _, pullback = _vjp(f, *[values[i] for i in places])
+        wanted = tuple(g for g, moves in zip(grads, ctx.moves, strict=True) if moves)
         found = dict(zip(places, pullback(wanted, retain_graph=False), strict=True))
-        return None, None, *[found.get(place) for place in range(len(inputs))]
+        return None, None, None, *[found.get(place) for place in range(ctx.count)]
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
+    def jvp(ctx: Any, _: None, __: None, ___: None, *tangents: Any) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: ctx.count]
         places = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        body = ctx.body
+        body, results = ctx.body, ctx.results
 
         def pushed(*values: Tensor) -> tuple[Tensor, ...]:
             given = list(values[: len(inputs)])
             primals = tuple(given[place] for place in places)
-            f = _of_places(body, given, places)
+            f = _of_places(body, given, places, results)
             out: tuple[Tensor, ...] = torch.func.jvp(f, primals, values[len(inputs) :])[1]
             return out
 
         # A Function again: torch runs this with forward derivatives off, and plain operations
         # here would have a silent zero under an outer jvp.
         given = [tangents[place] for place in places]
-        found = iter(_Remat.apply(pushed, ctx.name, *inputs, *given))
+        found = iter(_Remat.apply(pushed, ctx.name, Kept(), *inputs, *given))
         return tuple(next(found) if moves else None for moves in ctx.moves)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], body: Callable[..., Any], name: str, *inputs: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        body: Callable[..., Any],
+        name: str,
+        kept: Kept,
+        *inputs: Tensor,
     ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         # What is not batched stays so: on simulated ranks it is what they share, a psum's result.
         batched: list[bool] = []
 
-        def noted(*inputs: Tensor) -> tuple[Tensor, ...]:
-            outs = body(*inputs)
+        def noted(*values: Tensor) -> tuple[Tensor, ...]:
+            outs = body(*values)
             level = torch._C._functorch.maybe_current_level()
             batched[:] = [torch._C._functorch.maybe_get_level(out) == level for out in outs]
             return outs
 
-        def mapped(*inputs: Tensor) -> tuple[Tensor, ...]:
-            outs = torch.func.vmap(noted, in_dims[2:], 0, randomness=info.randomness)(*inputs)
+        def mapped(*values: Tensor) -> tuple[Tensor, ...]:
+            dims = *in_dims[3:], *(0 if own else None for own in batched[-kept.count :])
+            outs = torch.func.vmap(noted, dims[: len(values)], 0, randomness=info.randomness)(
+                *values
+            )
             return tuple(out if own else out[0] for out, own in zip(outs, batched, strict=True))
 
-        outs = _Remat.apply(mapped, name, *inputs)
+        outs = _Remat.apply(mapped, name, kept, *inputs)
         return outs, tuple(0 if own else None for own in batched)
 
 
 def _of_places(
-    body: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], places: list[int]
+    body: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], places: list[int], results: int
 ) -> Callable[..., tuple[Tensor, ...]]:
     """``body`` as a function of some of its inputs, and what is differentiable of its results."""
 
@@ -313,6 +350,6 @@ def _of_places(
         given = list(inputs)
         for place, value in zip(places, values, strict=True):
             given[place] = value
-        return tuple(out for out in body(*given) if _differentiable(out))
+        return tuple(out for out in body(*given)[:results] if _differentiable(out))
 
     return f

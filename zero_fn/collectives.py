@@ -61,8 +61,10 @@ def psum(x: Tensor, axis: AxisName) -> Tensor:
     return x
 
 
-def pmean(x: Tensor, axis: AxisName) -> Tensor:
+def pmean(x: Tensor, axis: AxisName, weight: Tensor | None = None) -> Tensor:
     """The mean over the ranks of an axis; varying to invariant. See :func:`psum`.
+
+    With this rank's ``weight`` (a number of tokens), sum(weight * x) / sum(weight).
 
     Raises:
         TypeError: for an integer tensor, whose mean is no integer.
@@ -71,6 +73,8 @@ def pmean(x: Tensor, axis: AxisName) -> Tensor:
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"pmean of a tensor of dtype {x.dtype}: convert it first, x.float()")
     _check_summed(x, "pmean")
+    if weight is not None:
+        return psum(x * weight, axis) / psum(weight, axis)
     return psum(x, axis) / axis_size(axis)
 
 

@@ -10,7 +10,7 @@ import math
 import random
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,12 @@ from .kernels import Layout
 from .mesh import Mesh
 from .models import gpt
 from .optim import adamw, onebit_adam, warmup_cosine
+from .pipelining.run import pipeline
 from .ranks import spmd
 from .sharding import unshard
 from .slicing import local_slices, slice_params
-from .train import TrainState, fit, train_step
+from .states import TrainState
+from .train import fit, train_step
 from .tree import PyTree, Tensor
 
 PEAK, WARMUP, DECAY, CLIP = 2e-3, 20, 0.1, 1.0
@@ -48,6 +50,7 @@ class Options(NamedTuple):
 
     dp: int = 4
     tp: int = 1
+    pp: int = 1
     stage: int | None = None  # 3, or 0 where gradients travel compressed
     steps: int = 150
     preset: str = "small"
@@ -61,17 +64,18 @@ def run(options: Options) -> int:
     if options.stage is None:
         options = options._replace(stage=3 if options.compress is None else 0)
     assert options.stage is not None
-    sliced = options.tp > 1
-    axes = ("dp", "tp") if sliced else ("dp",)
+    sliced, piped = options.tp > 1, options.pp > 1
+    axes = ("pp",) * piped + ("dp",) + ("tp",) * sliced
     mesh = Mesh(**{name: getattr(options, name) for name in axes})
     console = Console(quiet=mesh.rank != 0, soft_wrap=True)
     config = gpt.preset(options.preset)
-    rules = gpt.rules(config) if sliced else None
+    rules = gpt.rules(config, staged=piped) if sliced else None
     if options.attention != "dense":
         config = dataclasses.replace(config, attention=layout_of(options.attention, config.length))
     if config.vocabulary < 256:
         raise ValueError(f"preset {options.preset!r} has a vocabulary below the 256 bytes")
-    rows = math.ceil(ROWS / options.dp) * options.dp
+    parts = 2 * options.pp if piped else 1  # micro-batches of a rank
+    rows = math.ceil(ROWS / options.dp / parts) * options.dp * parts
     trained, held_out = read_text(options.text)
     console.print(
         f"GPT of {config.parameters:,} parameters on {mesh}, stage {options.stage}; "
@@ -80,8 +84,17 @@ def run(options: Options) -> int:
     if isinstance(config.attention, Layout):
         console.print(f"{options.attention}: {config.attention}")
 
-    def loss_fn(params: PyTree, batch: Batch) -> Tensor:
-        return gpt.loss(params, batch, config, "tp" if sliced else None)
+    cut = "tp" if sliced else None
+
+    def whole_loss(params: PyTree, batch: Batch) -> Tensor:
+        return gpt.loss(params, batch, config, cut)
+
+    params: PyTree = gpt.init(config)
+    loss_fn: Any = whole_loss
+    if piped:
+        params = gpt.split_params(params, config, options.pp)
+        loss_fn = pipeline(gpt.stages(config, options.pp, cut), parts)
+        console.print(f"{options.pp} stages, {parts} micro-batches: {loss_fn.schedule().name}")
 
     # What travels compressed is clipped by a bound of its norm, which no dense run knows.
     clip = CLIP if options.compress is None else None
@@ -102,14 +115,19 @@ def run(options: Options) -> int:
             compress=options.compress,
             slice_rules=rules,
         )
-    state = init(gpt.init(config))
+    state = init(params)
     batches = [sample(trained, rows, config.length, seed) for seed in range(options.steps)]
     state, losses = fit(step, state, batches)
 
     def own_loss(params: PyTree, batch: Batch) -> Tensor:
-        return loss_fn(local_slices(params), batch)
+        return whole_loss(local_slices(params), batch)
 
-    evaluate = jit(spmd(lambda s, b: pmean(own_loss(unshard(s.params), b), "dp"), mesh))
+    def mean_loss(state: TrainState, batch: Batch) -> Tensor:
+        if piped:
+            return loss_fn.averaged("dp")(state.params, batch)[1]
+        return pmean(own_loss(unshard(state.params), batch), "dp")
+
+    evaluate = jit(spmd(mean_loss, mesh))
     tests = [sample(held_out, rows, config.length, seed) for seed in range(4)]
     held_out_loss = sum(evaluate(state, batch).item() for batch in tests) / len(tests)
     entropy = byte_entropy(trained)
@@ -124,12 +142,17 @@ def run(options: Options) -> int:
 
     def measure(state: TrainState, batch: Batch) -> Tensor:
         gradient = accumulate(own_loss, reduce=options.compress is None)
+        if piped:
+            gradient = loss_fn.averaged("dp")
         grads, _ = gradient(state.params, batch)
         sizes = [[held(state.params), held(grads), held(state.opt_state)]]
         return all_gather_invariant(torch.tensor(sizes), axes)
 
-    sizes = spmd(measure, mesh)(state, sample(trained, options.dp, config.length, 0)).tolist()
-    console.print(memory_table(sizes, parameters_of_a_rank(config, options.tp), options))
+    few = sample(trained, options.dp * parts, config.length, 0)
+    sizes = spmd(measure, mesh)(state, few).tolist()
+    placed = piped and mesh.interpreter == "processes"
+    counts = parameters_of_ranks(config, options.tp, options.pp, placed)
+    console.print(memory_table(sizes, counts, options))
     if mesh.rank != 0:
         return 0
     checked, tolerance = CHECKED, TOLERANCE
@@ -196,11 +219,20 @@ def byte_entropy(tokens: Tensor) -> float:
     return -(share * share.clamp(min=1e-300).log()).sum().item()
 
 
-def parameters_of_a_rank(config: gpt.Config, tp: int) -> int:
-    """The parameters of a rank's slices, padding included."""
+def parameters_of_ranks(config: gpt.Config, tp: int, pp: int, placed: bool) -> list[int]:
+    """The parameters of a rank's slices, padding included, in each stage of the pipeline.
+
+    ``placed`` says whether ranks hold their own stage alone, with a copy of what is tied.
+    """
+    params: PyTree = gpt.init(config)
+    rules = gpt.rules(config, staged=pp > 1)
+    if pp > 1:
+        params = gpt.split_params(params, config, pp)
+        params = tree.map(torch.clone, params) if placed else params
     ranks = Mesh(backend="simulated", tp=tp).abstract()
-    slices = spmd(lambda p: slice_params(p, gpt.rules(config)), ranks)(gpt.init(config))
-    return sum(x.numel() for x in tree.leaves(slices))
+    slices = spmd(lambda p: slice_params(p, rules), ranks)(params)
+    each = slices if pp > 1 and placed else [slices]
+    return [sum(x.numel() for x in tree.leaves(stage)) for stage in each]
 
 
 def held(state: PyTree) -> int:
@@ -208,29 +240,34 @@ def held(state: PyTree) -> int:
     return sum(x.numel() * x.element_size() for x in tree.leaves(state))
 
 
-def memory_table(sizes: list[list[int]], parameters: int, options: Options) -> Table:
+def memory_table(sizes: list[list[int]], parameters: list[int], options: Options) -> Table:
     """Each rank's bytes at rest, beside ZeRO's formula for float32 and Adam.
 
-    ``parameters`` are those of a rank's slices.
+    ``parameters`` are those of a rank's slices, for each stage of the pipeline that is on ranks of
+    its own.
     """
     n, stage = options.dp, options.stage
     assert stage is not None
-    formula = [
-        4 * parameters / (n if stage >= 3 else 1),
-        4 * parameters / (n if stage >= 2 else 1),
-        8 * parameters / (n if stage >= 1 else 1),
-    ]
     table = Table(title=f"MiB that a rank holds at rest, stage {stage}")
     for column in ("", "parameters", "gradients", "optimizer state"):
         table.add_column(column, justify="left" if not column else "right")
     for rank, row in enumerate(sizes):
         table.add_row(f"rank {rank}", *[f"{size / 2**20:.3f}" for size in row])
     table.add_section()
-    table.add_row("ZeRO's formula", *[f"{size / 2**20:.3f}" for size in formula])
+    for place, count in enumerate(parameters):
+        formula = [
+            4 * count / (n if stage >= 3 else 1),
+            4 * count / (n if stage >= 2 else 1),
+            8 * count / (n if stage >= 1 else 1),
+        ]
+        name = "ZeRO's formula" + f", pp {place}" * (len(parameters) > 1)
+        table.add_row(name, *[f"{size / 2**20:.3f}" for size in formula])
     if options.compress is not None:
         table.caption = "with compression: optimizer state and error feedback, whole on each rank"
     elif stage in (1, 2):
         table.caption = "parameters rest as pieces, and are whole during a step"
+    if options.pp > 1 and len(parameters) == 1:
+        table.caption = "simulated ranks of pp hold all stages; on processes each holds its own"
     return table
 
 

@@ -33,7 +33,7 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _SHORT.get(letters, letters) + name.removeprefix(letters)
 
 
-def size_of(count: int) -> str:
+def size_of(count: float) -> str:
     """A number of bytes with its unit.
 
     >>> size_of(3 << 19)
@@ -42,4 +42,4 @@ def size_of(count: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
-    return f"{count} B"
+    return f"{count:.0f} B"

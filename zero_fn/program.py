@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import accounting, disk, tree
-from .accounting import Collective, Moment
+from .accounting import Collective, Moment, Work
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
 from .naming import size_of
@@ -96,6 +96,17 @@ class Program:
     def flops(self) -> int:
         """The floating-point operations of matrix products, convolutions and attention."""
         return accounting.flops(self.graph_module.graph)
+
+    def work(self) -> list[Work]:
+        """What each operation has to do: floating-point operations, and bytes read and written."""
+        return accounting.work(self.graph_module.graph)
+
+    def at_rest(self) -> dict[str, int]:
+        """The bytes of the arguments by what they are: parameters, optimizer state, other."""
+        found: dict[str, int] = {}
+        for node, part in self._inputs().items():
+            found[part] = found.get(part, 0) + nbytes(node)
+        return found
 
     def memory_timeline(self) -> list[Moment]:
         """What is alive while each operation runs, in bytes.

@@ -146,6 +146,7 @@ def spmd(
             found += [_place(leaf, placement, mesh, split_axes) for leaf in inner]
         return _RUN[mesh.interpreter](f, mesh, args, found, randomness)
 
+    on_every_rank.mesh = mesh  # type: ignore[attr-defined]
     return on_every_rank
 
 

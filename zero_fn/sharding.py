@@ -235,6 +235,31 @@ class Tied:
 tree.register_node(Tied, lambda node: ((), node.to), lambda to, parts: Tied(to), lambda to: ())
 
 
+def tied(name: str) -> Tied:
+    """What stands in a tree of parameters for the same tensor as at another key path.
+
+    Its gradient is the sum over all the places where the tensor stands. The same tensor at two
+    places says the same; a name also says it of trees that are read from a file.
+
+    Args:
+        name: the key path of the tensor within the tree that is handed over; among the stages of
+            a pipeline it begins with the stage's number.
+
+    Raises:
+        TypeError: if it is no text.
+
+    >>> import torch
+    >>> import zero_fn as zf
+    >>> stages = [lambda p, carry, x: p["w"] * x, lambda p, carry, x: (carry * p["v"]).sum()]
+    >>> params = {"w": torch.tensor(3.0)}, {"v": zf.tied("0.w")}
+    >>> zf.pipeline(stages, 1)(params, torch.ones(2))  # of 2 w²
+    (({'w': tensor(12.)}, {'v': tied to 0.w}), tensor(18.))
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"tied takes the key path of a leaf, '0.embedding' say; got {name!r}")
+    return Tied(name)
+
+
 def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
     """The same tree, each leaf now this rank's piece of it. Call it inside ``spmd``.
 
@@ -249,10 +274,11 @@ def shard(params: PyTree, stage: int | Scheme, axis: AxisName = "dp") -> PyTree:
 
     Raises:
         ValueError: for an unknown stage, or a leaf that is cut already.
-        TypeError: naming the key path of a leaf that is no floating-point tensor.
+        TypeError: naming the key path of a leaf that is no floating-point tensor. What a node with
+            ``__zero_fn_frozen__`` holds (a quantised weight) may be of any dtype.
     """
     scheme = scheme_of(stage)
-    tree.check_tensors(params, "params", floating=True)
+    tree.check_tensors(_trained(params), "params", floating=True)
     for path, node in zip(tree.paths(params, is_piece), tree.leaves(params, is_piece), strict=True):
         if isinstance(node, Sharded):
             raise ValueError(f"params at {path!r} is sharded already: {node!r}; unshard it first")
@@ -287,6 +313,8 @@ def unshard(
     def whole(piece: Any) -> Any:
         if not isinstance(piece, Sharded):
             return piece
+        if not piece.dtype.is_floating_point:  # the small integers of a quantised weight
+            return piece.whole(piece.local)
         gathered = piece.whole(piece.local, dtype, reduce)
         return gathered if dtype is None else gathered.to(dtype)
 
@@ -313,6 +341,15 @@ def gather_tree(params: PyTree, mesh: Mesh) -> PyTree:
         return agreed(node.whole(whole(node.local)), node.axis)
 
     return tie_whole(spmd(lambda tree_: tree.map(whole, tree_, is_leaf=is_cut), mesh)(params))
+
+
+def _trained(params: PyTree) -> PyTree:
+    """The tree without what is not trained."""
+
+    def frozen(node: Any) -> bool:
+        return hasattr(type(node), "__zero_fn_frozen__")
+
+    return tree.map(lambda x: None if frozen(x) else x, params, is_leaf=frozen)
 
 
 def is_piece(node: Any) -> bool:

@@ -136,7 +136,7 @@ def _slice(cut: _Cut, parts: Sequence[Any]) -> Sliced:
     return Sliced(parts[0], *cut)
 
 
-tree.register_node(Sliced, lambda node: ((node.local,), node.cut), _slice, ("local",))
+tree.register_node(Sliced, lambda node: ((node.local,), node.cut), _slice, [""])
 
 
 def slice_params(params: PyTree, rules: Rules, axis: str = "tp") -> PyTree:

@@ -3,63 +3,43 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from . import tree
-from .accumulation import LossFn, accumulate, at_least_float32, check_unreduced
+from .accumulation import LossFn, accumulate, at_least_float32, split_loss
+from .carrying import Carried
 from .codecs import Method
-from .collectives import AxisName, pmean, pvary
+from .collectives import AxisName, pvary
 from .compiler import Compiler, jit
+from .exchanging import exchanging_step, local_optimizer
+from .finiteness import first_not_finite, raising
+from .freezing import Frozen, freeze, merge, shard_frozen
+from .logs import Log, Meter
 from .mesh import Mesh
 from .optim import (
     LocalOptimizer,
     Optimizer,
     apply_updates,
     clip_factor,
-    compressed,
     global_norm,
     scale_by_factor,
 )
-from .precision import LossScale, LossScaleState, Policy, all_finite, cast_floats, select
+from .pipelining.run import Pipeline
+from .precision import LossScale, Policy, all_finite, cast_floats, select
 from .ranks import spmd
-from .sharding import Scheme, scheme_of, shard
+from .sharding import Scheme, shard, unshard
 from .slicing import Rules, local_slices, slice_params
+from .states import Train, TrainState
 from .tree import PyTree, Tensor
 
 _log = logging.getLogger("zero_fn.train")
 
 
-class TrainState(NamedTuple):
-    """What a step takes and gives.
-
-    Attributes:
-        params: the parameters.
-        opt_state: the optimizer's state.
-        loss_scale: the loss scale's state; empty without one.
-    """
-
-    params: PyTree
-    opt_state: PyTree
-    loss_scale: LossScaleState | tuple[()] = ()
-
-
-class Train(NamedTuple):
-    """A way to make a state, and a step.
-
-    Attributes:
-        init: params to a :class:`TrainState`.
-        step: (state, batch) to (state, metrics); metrics is a dict of 0-dim tensors.
-    """
-
-    init: Callable[[PyTree], TrainState]
-    step: Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Tensor]]]
-
-
 def train_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | Pipeline,
     optimizer: Optimizer | LocalOptimizer,
     mesh: Mesh,
     *,
@@ -72,20 +52,29 @@ def train_step(
     loss_scale: LossScale | None = None,
     slice_rules: Rules | None = None,
     slice_axis: str = "tp",
+    frozen: Frozen = (),
+    buffers: PyTree = (),
+    dropout_key: Tensor | None = None,
+    check_finite: bool = False,
     donate: bool = True,
     compiler: Compiler = "eager",
 ) -> Train:
     """The usual step, for those who don't write it: gradients, clipping, the optimizer's update.
 
     Args:
-        loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch.
+        loss_fn: (params, batch) to the mean loss over the batch, 0-dim; sees one rank's batch. It
+            may return a pair of that and its weight, see :func:`zero_fn.accumulate`. Or what
+            :func:`zero_fn.pipeline` gives, whose params are a tuple of the stages' trees; its last
+            stage returns the mean loss over one rank's micro-batch.
         optimizer: an ``(init, update)`` pair, or one that exchanges gradients itself, such as
             :func:`zero_fn.onebit_adam`.
         mesh: the mesh; the batch is split over ``axis``.
         stage: 0 to 3, or a scheme; see :func:`zero_fn.shard`.
         axis: the axis, or axes, that split the batch and cut the state.
-        microbatches: how many parts a rank's batch is cut into; gradients add up over them.
-        clip: the largest global norm of the gradients; None: no clipping. Where gradients travel
+        microbatches: how many parts a rank's batch is cut into; gradients add up over them. A
+            pipeline says so itself.
+        clip: the largest global norm of the gradients, ``inf`` to measure it only; None: no
+            clipping. Where gradients travel
             compressed the norm of their mean is not known before: the root mean square of the
             ranks' own norms stands for it, which is never smaller.
         compress: how gradients travel, as for :func:`zero_fn.compress`, at stages 0 and 1; None:
@@ -97,6 +86,15 @@ def train_step(
         slice_rules: how the parameters are cut over ``slice_axis``, as for
             :func:`zero_fn.slice_params`; ``loss_fn`` then sees this rank's slices. None: not.
         slice_axis: the mesh axis of tensor slicing.
+        frozen: the parameters that are not trained, as for :func:`zero_fn.freeze`. They have no
+            gradients and no moments; at stages 0 to 2 every rank has them whole, without
+            communication, at stage 3 they are gathered at each use.
+        buffers: what the loss carries from step to step, a tree of tensors: its first values. The
+            loss is then (params, batch, buffers=...) to (loss, new buffers), the same on all ranks.
+        dropout_key: the first key, see :mod:`zero_fn.random`. The loss is then called with
+            ``dropout_key=``, new for each step and micro-batch, and for each rank of ``axis``.
+        check_finite: whether a step whose loss or gradients are not finite raises. It then waits
+            for the device at each step.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
@@ -109,12 +107,30 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
-            ``compress`` and by the optimizer), or with a policy or loss scale.
+            compressed gradients at stage 2 or 3, over several axes, of slices, of a pipeline, named
+            twice (by ``compress`` and by the optimizer), or with a policy or loss scale; for a
+            pipeline with ``microbatches``, along an axis of the data, or with ``frozen``,
+            ``buffers`` or ``dropout_key``.
+        FloatingPointError: from the step with ``check_finite``, naming the first leaf whose
+            gradient is not finite.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if isinstance(loss_fn, Pipeline):
+        _check_pipeline(loss_fn, axis, microbatches)
+        for name, given in (("frozen", frozen), ("buffers", buffers)):
+            if callable(given) or tree.leaves(given):
+                raise ValueError(f"a pipeline takes no {name} yet; leave it out, or the pipeline")
+        if dropout_key is not None:
+            raise ValueError("a pipeline takes no dropout_key; its stages close over a key")
     if compress is not None or isinstance(optimizer, LocalOptimizer):
+        if isinstance(loss_fn, Pipeline):
+            raise ValueError(
+                "gradients of a pipeline do not travel compressed: the error feedback and the "
+                "counts of a compressing optimizer are one bucket, the same along every axis but "
+                f"{axis!r}, and the ranks of {loss_fn.axis!r} have parameters of their own; leave "
+                "out compress, and take an (init, update) pair such as zf.adamw"
+            )
         if policy is not None or loss_scale is not None:
             raise ValueError(
                 "compressed gradients take no policy and no loss_scale: cast in the loss, to "
@@ -125,126 +141,139 @@ def train_step(
                 "gradients of slices do not travel compressed: leave out slice_rules, or compress "
                 "and optimizers that exchange gradients themselves"
             )
-        local = _local_optimizer(optimizer, compress, stage, axis)
-        return _exchanging(loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler)
+        extra = {"frozen": frozen, "buffers": buffers, "dropout_key": dropout_key}
+        for name, value in (extra | {"check_finite": check_finite}).items():
+            if not (value is None or value is False or value == ()):
+                raise ValueError(f"compressed gradients take no {name}; leave out one of them")
+        local = local_optimizer(optimizer, compress, stage, axis)
+        return exchanging_step(
+            loss_fn, local, mesh, stage, axis, microbatches, clip, donate, compiler
+        )
 
     def init(params: PyTree) -> TrainState:
         if policy is not None:
             params = cast_floats(params, policy.params)
         if slice_rules is not None:
             params = slice_params(params, slice_rules, slice_axis)
+        held: PyTree = ()
+        if callable(frozen) or len(frozen):
+            params, held = freeze(params, frozen)
+            held = shard_frozen(held, stage, axis)
         params = shard(params, stage, axis)
-        scale = () if loss_scale is None else loss_scale.init()
-        return TrainState(params, optimizer.init(params), scale)
+        if isinstance(loss_fn, Pipeline):
+            params = loss_fn.place(params)
+        return TrainState(
+            params,
+            optimizer.init(params),
+            () if loss_scale is None else loss_scale.init(),
+            held,
+            tree.map(torch.clone, buffers),
+            () if dropout_key is None else dropout_key.clone(),
+        )
+
+    compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
+    gradient = _gradient(loss_fn, microbatches, axis, compute, reduce)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         scale = state.loss_scale
-        if bool(scale) != (loss_scale is not None):
-            has, takes = ("one", "none") if scale else ("none", "one")
-            raise ValueError(
-                f"the state has {has} in loss_scale, and this step takes {takes}; make the state "
-                "by the init of the same train_step, or state._replace(loss_scale=...)"
-            )
+        _check_state(state, loss_scale, dropout_key)
 
-        def scaled(params: PyTree, microbatch: PyTree) -> Tensor:
-            value = loss_fn(local_slices(params), microbatch)
-            return at_least_float32(value) * pvary(scale.scale, axis) if scale else value
-
-        compute, reduce = (None, None) if policy is None else (policy.compute, policy.reduce)
         if compute is not None:
             batch = cast_floats(batch, compute)
-        gradient = accumulate(scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce)
-        grads, value = gradient(state.params, batch)
+        grads, value, carried = gradient(state, batch)
         if scale:
-            grads, value = scale_by_factor(grads, 1 / scale.scale), value / scale.scale
+            grads = scale_by_factor(grads, 1 / scale.scale)
         metrics = {"loss": value}
+        if check_finite:
+            metrics["first_not_finite"] = first_not_finite(grads)
         if clip is not None:
             norm = global_norm(grads)
             factor = clip_factor(norm, clip)
             grads = scale_by_factor(grads, factor)
             metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        new = TrainState(apply_updates(state.params, updates), opt_state, scale)
+        old = state.params, state.opt_state, state.buffers, state.dropout_key
+        new = apply_updates(state.params, updates), opt_state, *carried.after(state.dropout_key)
         if loss_scale is not None and scale:
             finite = all_finite(grads)
-            after = loss_scale.update(scale, finite)
-            new = select(finite, new, state)._replace(loss_scale=after)
+            scale = loss_scale.update(scale, finite)
+            new = select(finite, new, old)
             metrics |= {
-                "loss_scale": scale.scale,
-                "skipped": after.skipped,
-                "stuck": after.stuck,
+                "loss_scale": state.loss_scale.scale,  # type: ignore[union-attr]
+                "skipped": scale.skipped,
+                "stuck": scale.stuck,
             }
-        return new, metrics
-
-    axes = (axis,) if isinstance(axis, str) else axis
-    run = spmd(step, mesh, data_axes=axes)
-    return Train(
-        spmd(init, mesh, data_axes=axes), jit(run, donate=0 if donate else (), compiler=compiler)
-    )
-
-
-def _local_optimizer(
-    optimizer: Optimizer | LocalOptimizer,
-    method: Method | None,
-    stage: int | Scheme,
-    axis: AxisName,
-) -> LocalOptimizer:
-    check_unreduced(scheme_of(stage))
-    if not isinstance(axis, str):
-        raise ValueError(
-            f"axis is {axis!r}; compressed communication goes over one mesh axis: put all "
-            "data-parallel ranks on one, zf.Mesh(dp=4)"
-        )
-    if not isinstance(optimizer, LocalOptimizer):
-        assert method is not None
-        return compressed(optimizer, method, axis)
-    if method is not None:
-        raise ValueError(
-            f"compress is {method!r}, and the optimizer exchanges gradients itself; leave out "
-            "compress, or say how to the optimizer: zf.onebit_adam(..., method=...)"
-        )
-    return optimizer
-
-
-def _exchanging(
-    loss_fn: LossFn,
-    optimizer: LocalOptimizer,
-    mesh: Mesh,
-    stage: int | Scheme,
-    axis: AxisName,
-    microbatches: int,
-    clip: float | None,
-    donate: bool,
-    compiler: Compiler,
-) -> Train:
-    """The step where each rank's own gradients go to the optimizer."""
-    gradient = accumulate(loss_fn, microbatches, axis, reduce=False)
-
-    def init(params: PyTree) -> TrainState:
-        params = shard(params, stage, axis)
-        return TrainState(params, optimizer.init(params))
-
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        grads, value = gradient(optimizer.view(state.params, state.opt_state), batch)
-        metrics = {"loss": value}
-        if clip is not None:
-            norm = pmean(global_norm(grads).square(), axis).sqrt()
-            factor = clip_factor(norm, clip)
-            grads = tree.map(lambda g: g * pvary(factor, axis).to(g.dtype), grads)
-            metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        if hasattr(opt_state, "error"):
-            metrics["finite"] = opt_state.error.finite
-        return TrainState(apply_updates(state.params, updates), opt_state), metrics
+        params, opt_state, buffers, key = new
+        return TrainState(params, opt_state, scale, state.frozen, buffers, key), metrics
 
     axes = (axis,) if isinstance(axis, str) else axis
     run = jit(spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler)
+    return Train(spmd(init, mesh, data_axes=axes), raising(run) if check_finite else run)
 
-    def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
-        return run(state._replace(opt_state=optimizer.advance(state.opt_state)), batch)
 
-    stepped.trace = run.trace  # type: ignore[attr-defined]
-    return Train(spmd(init, mesh, data_axes=axes), stepped)
+def _gradient(
+    loss_fn: LossFn | Pipeline,
+    microbatches: int,
+    axis: AxisName,
+    compute: torch.dtype | None,
+    reduce: torch.dtype | None,
+) -> Callable[[TrainState, PyTree], tuple[PyTree, Tensor, Carried]]:
+    """(state, batch) to the gradients, times the loss scale, the loss, and what it carries on."""
+
+    def piped(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
+        assert isinstance(loss_fn, Pipeline)
+        scale = state.loss_scale.scale if state.loss_scale else None
+        grads, value = loss_fn.averaged(axis, compute, reduce)(state.params, batch, scale)
+        return grads, value, Carried.of(state.buffers, state.dropout_key, axis)
+
+    def gradient(state: TrainState, batch: PyTree) -> tuple[PyTree, Tensor, Carried]:
+        scale = state.loss_scale
+
+        def scaled(params: PyTree, microbatch: PyTree, carried: Carried) -> tuple[Any, Carried]:
+            whole = merge(params, unshard(state.frozen, compute)) if state.frozen else params
+            out, carried = carried.call(loss_fn, local_slices(whole), microbatch)
+            value, weight = split_loss(out)
+            if scale:
+                value = at_least_float32(value) * pvary(scale.scale, axis)
+            return (value if weight is None else (value, weight)), carried
+
+        found = accumulate(
+            scaled, microbatches, axis, dtype=compute, reduce_dtype=reduce, has_state=True
+        )
+        carried = Carried.of(state.buffers, state.dropout_key, axis)
+        grads, value, carried = found(state.params, batch, carried)
+        return grads, value / scale.scale if scale else value, carried
+
+    return piped if isinstance(loss_fn, Pipeline) else gradient
+
+
+def _check_pipeline(pipe: Pipeline, axis: AxisName, microbatches: int) -> None:
+    if microbatches != 1:
+        raise ValueError(
+            f"microbatches is {microbatches}, and the pipeline cuts a rank's batch into "
+            f"{pipe.microbatches} already; say it there: zf.pipeline(stages, microbatches=...)"
+        )
+    if pipe.axis in ((axis,) if isinstance(axis, str) else axis):
+        raise ValueError(
+            f"the pipeline's stages live along {pipe.axis!r}, which cannot split the batch too: "
+            f"axis is {axis!r}; give each an axis of its own, zf.Mesh(pp=2, dp=2)"
+        )
+
+
+def _check_state(
+    state: TrainState, loss_scale: LossScale | None, dropout_key: Tensor | None
+) -> None:
+    for name, here, takes in (
+        ("loss_scale", state.loss_scale, loss_scale),
+        ("dropout_key", state.dropout_key, dropout_key),
+    ):
+        has = not isinstance(here, tuple) or bool(here)
+        if has != (takes is not None):
+            words = ("one", "none") if has else ("none", "one")
+            raise ValueError(
+                f"the state has {words[0]} in {name}, and this step takes {words[1]}; make the "
+                f"state by the init of the same train_step, or state._replace({name}=...)"
+            )
 
 
 def progress(batches: Iterable[Any], total: int | None = None, **options: Any) -> Iterator[Any]:
@@ -270,6 +299,9 @@ def fit(
     *,
     total: int | None = None,
     show: bool = True,
+    log: Log | None = None,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
 ) -> tuple[PyTree, list[float]]:
     """Run a step over batches, showing the loss and the tokens a second.
 
@@ -281,6 +313,13 @@ def fit(
             the rows of its first tensor if there is none.
         total: how many batches there are, if they have no length.
         show: whether to show a progress bar (on rank 0).
+        log: called on rank 0 after each step, which then waits for the device, with a dictionary
+            of numbers: ``step``, the step's metrics, ``seconds``, ``tokens_per_second``,
+            ``memory_bytes`` (the most so far), ``wire_bytes`` that this process sends a step,
+            ``flops_per_second``, and with ``peak_flops`` ``model_flops_utilisation``; such as
+            ``zf.csv_log("run.csv")``.
+        flops_per_token: see :class:`zero_fn.logs.Meter`.
+        peak_flops: see there.
 
     Returns:
         The last state, and the loss at each step.
@@ -291,10 +330,16 @@ def fit(
     values: list[Tensor] = []
     bar = _bar(batches, total, unit="step", disable=not show or _rank() != 0)
     start, tokens, shown, told = time.perf_counter(), 0, 0.0, 0
+    meter = Meter(step, flops_per_token, peak_flops) if log is not None and not _rank() else None
     for batch in bar:
+        if meter is not None:
+            meter.before(state, batch)
         state, value = step(state, batch)
         values.append(_loss(value))
-        tokens += count_tokens(tree.leaves(batch))
+        count = count_tokens(tree.leaves(batch))
+        tokens += count
+        if meter is not None and log is not None:
+            log(meter.after(value if isinstance(value, dict) else {"loss": value}, count))
         elapsed = time.perf_counter() - start
         if elapsed - shown > 0.2:  # reading a loss waits for the device
             shown = elapsed
@@ -313,6 +358,8 @@ def _tell_if_stuck(value: Any, told: int) -> int:
     count = 0 if stuck is None else int(stuck.item())
     if count < max(1, 2 * told):
         return told if count else 0
+    if _rank():
+        return count
     _log.warning(
         "the last %d steps were skipped: gradients overflow at the least loss scale, %g; the run "
         "has likely diverged, or the loss computes something float16 cannot hold",

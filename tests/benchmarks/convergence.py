@@ -1,20 +1,30 @@
 """Training on the demo's text with compressed communication, beside AdamW: the held-out losses.
 
-python -m tests.benchmarks.convergence --steps 300 --seeds 3
+    python -m tests.benchmarks.convergence
+
+Goal: 1-bit Adam and 0/1 Adam within 1 % of AdamW at the same step. The learning rate rises over 20
+steps and falls along a cosine, as in the papers. What costs is not the bits but a variance that is
+frozen before it has settled: with a fifth of 200 steps as warm-up, 8 bits a value lose as much.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 import zero_fn as zf
 from zero_fn import tree
 from zero_fn.demo import read_text, sample
 from zero_fn.models import gpt
 
+from .timing import where
+
 RANKS, ROWS = 4, 16
+GOAL = 0.01  # of AdamW's loss
 SETTINGS: dict[str, Any] = {"weight_decay": 0.1, "mask": lambda path, shape: len(shape) > 1}
 
 
@@ -46,9 +56,9 @@ def without_feedback(optimizer: Any) -> Any:
     return base._replace(update=update)
 
 
-def held_out_loss(name: str, steps: int, seed: int, preset: str = "tiny") -> float:
+def held_out_loss(name: str, steps: int, seed: int, config: gpt.Config) -> float:
     """The mean loss on text that was not trained on, after ``steps`` steps."""
-    mesh, config = zf.Mesh(dp=RANKS, backend="simulated"), gpt.preset(preset)
+    mesh = zf.Mesh(dp=RANKS, backend="simulated")
     trained, held_out = read_text(None)
 
     def loss_fn(params: Any, batch: Any) -> torch.Tensor:
@@ -59,25 +69,40 @@ def held_out_loss(name: str, steps: int, seed: int, preset: str = "tiny") -> flo
     batches = (sample(trained, ROWS, config.length, seed * steps + i) for i in range(steps))
     state, _ = zf.fit(step, state, batches, total=steps, show=False)
     params = zf.gather_tree(state.params, mesh)
-    tests = [sample(held_out, 64, config.length, i) for i in range(4)]
+    tests = [sample(held_out, 64, config.length, i) for i in range(8)]
     with torch.no_grad():
         return sum(gpt.loss(params, batch, config).item() for batch in tests) / len(tests)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--preset", default="tiny")
     given = parser.parse_args()
+    config = gpt.preset(given.preset)
+    found: dict[str, list[float]] = {}
     for seed in range(given.seeds):
-        losses = {
-            name: held_out_loss(name, given.steps, seed, given.preset)
-            for name in optimizers(given.steps)
-        }
-        print(f"seed {seed}: " + ", ".join(
-            f"{name} {loss:.4f} ({loss / losses['AdamW'] - 1:+.2%})"
-            for name, loss in losses.items()), flush=True)  # fmt: skip
+        for name in optimizers(given.steps):
+            loss = held_out_loss(name, given.steps, seed, config)
+            found.setdefault(name, []).append(loss)
+            print(f"seed {seed}, {name}: {loss:.4f}", flush=True)
+    table = Table("optimizer", "held-out loss", *[f"seed {seed}" for seed in range(given.seeds)])
+    for name, losses in found.items():
+        base = found["AdamW"]
+        shown = [f"{a / b - 1:+.2%}" for a, b in zip(losses, base, strict=True)]
+        table.add_row(name, f"{sum(losses) / len(losses):.4f}", *shown)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for name in ("1-bit Adam", "0/1 Adam"):
+        worst = max(a / b - 1 for a, b in zip(found[name], found["AdamW"], strict=True))
+        mean = sum(found[name]) / sum(found["AdamW"]) - 1
+        for which, apart in (("every seed", worst), ("the mean", mean)):
+            reached = "reached" if apart <= GOAL else "missed"
+            console.print(
+                f"goal: {name} at most {GOAL:.0%} above AdamW, {which}: {apart:+.2%}, {reached}"
+            )
+    console.print(f"python -m tests.benchmarks.convergence {' '.join(sys.argv[1:])}; {where()}")
 
 
 if __name__ == "__main__":

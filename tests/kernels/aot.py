@@ -38,6 +38,7 @@ class Variant(NamedTuple):
     options: Mapping[str, int]  # num_warps, num_stages
     tensor_cores: bool = False  # whether it must use them
     multiples: Sequence[str] = ()  # arguments that are multiples of 16, besides the pointers
+    wide_loads: bool = True  # whether it must read 16 bytes at once
 
 
 class Figures(NamedTuple):
@@ -171,6 +172,23 @@ def _attentions(capability: int) -> Iterator[Variant]:
         yield _attention(which, "fp32", 64, capability, bias=True)
 
 
+def _signs(which: str) -> Variant:
+    """A kernel that packs or unpacks signs, with the blocks of ``compress``."""
+    from zero_fn.kernels import sign_packing, sign_packing_triton
+
+    kernel = getattr(sign_packing_triton, f"{which}_kernel")
+    data = dict.fromkeys(("x", "error", "residual", "scales", "out"), "*fp32")
+    data |= {"counts": "*i32", "bits": "*u8"}
+    signature = {name: data[name] for name in kernel.arg_names if name in data}
+    options = {"num_warps": sign_packing_triton.NUM_WARPS}
+    constants = {"BLOCK": sign_packing.BLOCK}
+    # Eight values come from one byte: there is nothing wide to read.
+    wide = which != "unpack"
+    return Variant(
+        f"signs: {which}", lambda: kernel, signature, constants, options, wide_loads=wide
+    )
+
+
 @functools.cache
 def variants(capability: int) -> tuple[Variant, ...]:
     """Every shipped variant as it is launched on sm_``capability``; names: ``kernel: variant``."""
@@ -184,6 +202,8 @@ def variants(capability: int) -> tuple[Variant, ...]:
         _adam("adam: bf16 gradients and working copy", *mixed, copy="bf16", scaled=True),
         _adam("adam: bf16 parameters by chance", *half, "fp32", "fp32", by_chance=True),
         _adam("adam: all bf16, pure", *half, *half, pure=True),
+        _signs("pack"),
+        _signs("unpack"),
         *_attentions(capability),
     )
 

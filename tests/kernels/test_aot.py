@@ -28,7 +28,7 @@ def test_compiles_to_what_is_recorded(name: str) -> None:
         (variant,) = (v for v in aot.variants(capability) if v.name == name)
         found = aot.compile_variant(variant, capability)
         assert found.stack == 0, f"sm_{capability} spills {found.stack} bytes a thread"
-        assert found.loads_16, f"sm_{capability} has no 16-byte loads"
+        assert found.loads_16 or not variant.wide_loads, f"sm_{capability} has no 16-byte loads"
         assert found.stores_16, f"sm_{capability} has no 16-byte stores"
         assert bool(found.tensor_core) == variant.tensor_cores
         if triton.__version__ == rows["triton"]:

@@ -78,6 +78,27 @@ def test_ties_and_remat(name: str, rematerialised: bool) -> None:
     assert_same(value, of_whole)
 
 
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_ties_by_name(stage: int | None) -> None:
+    cut, (batch,) = CUTS[4], batches()
+    params = make(cut, tied=True)
+    named = (*params[:-1], {"out": zf.tied("0.embedding")})
+    if stage is None:
+        grads, value = zf.pipeline(cut, 4)(named, batch)
+    else:
+        mesh = zf.Mesh(dp=1)
+        pieces = zf.spmd(lambda p: zf.shard(p, stage), mesh)(named)
+        grads, value = zf.spmd(zf.pipeline(cut, 4), mesh)(pieces, batch)
+        grads = zf.gather_tree(grads, mesh)
+    want, of_whole = dense(cut, params, batch)
+    assert_same(grads[0], want[0])
+    assert_same(value, of_whole)
+    with pytest.raises(ValueError, match=r"'3.out' is tied to '0.embeding', which is in no stage"):
+        zf.pipeline(cut, 4)((*params[:-1], {"out": zf.tied("0.embeding")}), batch)
+    with pytest.raises(TypeError, match="tied takes the key path of a leaf"):
+        zf.tied(params[0]["embedding"])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 @pytest.mark.parametrize("jitted", [False, True])

@@ -1,7 +1,9 @@
 """A stage's three programs: what is held between them."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from zero_fn import tree
 from zero_fn.models import gpt
 from zero_fn.pipelining.schedule import Action
 from zero_fn.pipelining.work import Work
+
+from .stages import batches, embed, make, tail
 
 CONFIG = gpt.Config(vocabulary=64, length=32, layers=4, heads=4, width=64, tied=False)
 
@@ -68,3 +72,37 @@ def test_remat_saves_inputs_alone() -> None:
     (_, first), (_, last) = work.saved[0, 0], work.saved[1, 0]
     assert held(first, params) == 4 * 32 * 8  # the tokens
     assert held(last, params) == 4 * 32 * 8 + 4 * 32 * 64 * 4  # and the carry
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+def test_a_trace_with_copied_nodes_is_the_trace_of_a_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The programs of an abstract rank, whose copied nodes are torch's own to the last shape."""
+    (batch,), mesh = batches(), zf.Mesh(pp=2, dp=2).abstract()
+
+    def last(params: Any, carry: Any, batch: Any) -> Tensor:
+        return zf.pmean(tail(params, carry, batch), "dp")
+
+    def shown() -> list[Any]:
+        pipe = zf.pipeline([embed, last], 4, name)
+        params = zf.spmd(lambda p: pipe.place(zf.shard(p, 3)), mesh)(make([embed, tail]))
+        nodes = zf.jit(zf.spmd(pipe, mesh)).trace(params, batch).graph_module.graph.nodes
+        return [
+            (node.op, str(node.target), *(tuple(x.shape) for x in tensors_of(node)))
+            for node in nodes
+        ]
+
+    copied, calls = shown(), []
+
+    def refused(graph: Any, box: Any) -> None:
+        calls.append(graph)
+
+    monkeypatch.setattr("zero_fn.pipelining.split.spliced", refused)
+    assert copied == shown()
+    assert len(calls) >= 8  # a forward and a backward for each of 4 micro-batches
+
+
+def tensors_of(node: Any) -> list[torch.Tensor]:
+    val = node.meta.get("val")
+    return [val] if isinstance(val, torch.Tensor) else []

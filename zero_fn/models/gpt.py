@@ -39,13 +39,16 @@ __all__ = [
     "Cut",
     "Params",
     "apply",
+    "attend",
     "attention",
     "cross_entropy",
     "embed",
     "init",
     "logits",
     "loss",
+    "output",
     "preset",
+    "projections",
     "rules",
     "split_params",
     "stages",
@@ -107,10 +110,15 @@ def init(config: Config, seed: int = 0) -> Params:
     }
 
 
-def rules(config: Config) -> Rules:
-    """How :func:`zero_fn.slice_params` cuts the parameters: heads, hidden units, vocabulary."""
+def rules(config: Config, staged: bool = False) -> Rules:
+    """How :func:`zero_fn.slice_params` cuts the parameters: heads, hidden units, vocabulary.
+
+    Args:
+        config: the sizes.
+        staged: whether they are those of stages, as :func:`split_params` gives them.
+    """
     vocabulary = SliceRule(0, pad=True)
-    return {
+    whole: Rules = {
         "tokens": vocabulary,
         "head": vocabulary,
         "positions": None,
@@ -124,6 +132,7 @@ def rules(config: Config) -> Rules:
         "blocks.*.norm?.*": None,
         "norm.*": None,
     }
+    return {f"[0-9]*.{pattern}": rule for pattern, rule in whole.items()} if staged else whole
 
 
 def apply(
@@ -236,15 +245,40 @@ def attention(
     block: Params, x: Float[Tensor, "batch length width"], config: Config, cut: Cut = WHOLE
 ) -> Float[Tensor, "batch length width"]:
     """Causal self-attention, over this rank's heads."""
+    q, k, v = projections(block, x, config, cut)
+    return output(block, attend(q, k, v, config), cut)
+
+
+def projections(
+    block: Params, x: Float[Tensor, "batch length width"], config: Config, cut: Cut = WHOLE
+) -> tuple[
+    Float[Tensor, "batch heads length size"],
+    Float[Tensor, "batch kv_heads length size"],
+    Float[Tensor, "batch kv_heads length size"],
+]:
+    """This rank's queries, keys and values."""
     qkv = column_linear(x, block["qkv"]["weight"], block["qkv"]["bias"], **cut._asdict())
     size, group = config.width // config.heads, config.heads // config.groups
-    # (batch, length, (heads + 2 kv heads) / ranks, size): this rank's queries, keys and values
+    # (batch, length, (heads + 2 kv heads) / ranks, size)
     heads = rearrange(qkv, "b l (h d) -> b h l d", d=size)
     shared = heads.shape[1] // (group + 2)
     q, k, v = heads.split([group * shared, shared, shared], 1)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Tensor:
+    """Each query's mean of the values that ``Config.attention`` and the order let it see."""
+    group = config.heads // config.groups
     if group > 1:
         k, v = (repeat(x, "b h l d -> b (h group) l d", group=group) for x in (k, v))
-    mixed = rearrange(causal_attention(config.attention)(q, k, v), "b h l d -> b l (h d)")
+    return causal_attention(config.attention)(q, k, v)
+
+
+def output(
+    block: Params, heads: Float[Tensor, "batch heads length size"], cut: Cut = WHOLE
+) -> Float[Tensor, "batch length width"]:
+    """What the heads write to the residual stream."""
+    mixed = rearrange(heads, "b h l d -> b l (h d)")
     return row_linear(mixed, block["out"]["weight"], block["out"]["bias"], **cut._asdict())
 
 
@@ -291,14 +325,20 @@ def _check_divisible(config: Config, length: int, axis: str, sequence_parallel: 
 Stage = Callable[[Params, Any, Any], Any]
 
 
-def stages(config: Config, n: int) -> list[Stage]:
+def stages(
+    config: Config, n: int, axis: str | None = None, sequence_parallel: bool = False
+) -> list[Stage]:
     """The model as ``n`` functions (params, carry, micro-batch) to a carry, the last to the loss.
 
+    The further arguments are those of :func:`apply`.
+
     Raises:
-        ValueError: if there are fewer layers than stages; the embedding and the head count.
+        ValueError: if there are fewer layers than stages; the embedding and the head count; for
+            ``sequence_parallel`` without an axis.
     """
+    cut = cut_over(axis, sequence_parallel)
     return [
-        functools.partial(_stage, config, first=stage == 0, last=stage == n - 1)
+        functools.partial(_stage, config, cut, first=stage == 0, last=stage == n - 1)
         for stage in range(len(_layers(config, n)))
     ]
 
@@ -329,9 +369,9 @@ def _layers(config: Config, n: int) -> tuple[range, ...]:
 
 
 def _stage(
-    config: Config, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
+    config: Config, cut: Cut, params: Params, carry: Any, batch: Any, *, first: bool, last: bool
 ) -> Tensor:
     tokens, targets = batch
-    x = embed(params, tokens, config) if first else carry
-    x = transform(params["blocks"], x, config)
-    return cross_entropy(logits(params, x), targets, config) if last else x
+    x = embed(params, tokens, config, cut) if first else carry
+    x = transform(params["blocks"], x, config, cut)
+    return cross_entropy(logits(params, x, cut), targets, config, cut) if last else x

@@ -2,6 +2,7 @@
 
 from .adam import AdamState, adam, adamw, scale_by_adam
 from .compressing import CompressedState, compressed
+from .groups import by_path
 from .local import LocalOptimizer
 from .onebit import OneBitState, onebit_adam, onebit_lamb
 from .protocol import (
@@ -38,6 +39,7 @@ __all__ = [
     "adamw",
     "add_decayed_weights",
     "apply_updates",
+    "by_path",
     "chain",
     "clip_by_global_norm",
     "clip_factor",

@@ -82,7 +82,9 @@ def onebit_adam(
     variance by the number of steps it saw), each block of 1024 values has a scale of its own in
     place of each tensor, and a parameter that had no gradient in the warm-up (nu = 0) stays.
 
-    Both means are whole on every rank, at stage 1 too.
+    Both means are whole on every rank, at stage 1 too. The momentum has to be: each rank adds its
+    own gradient to all of it before it is encoded, and gathering pieces at full precision would
+    send what the code saves. The variance could be cut once it is frozen, and is not.
 
     Args:
         learning_rate: a number, a 0-dim tensor, or a schedule.

@@ -93,7 +93,8 @@ def zero_one_adam(
     there, the exact gradient of a variance step moves the momentum too. Unlike both, means are
     corrected for their bias (γ is the rate over 1 - b1^t), and each block of 1024 values has a
     scale of its own. The decay of the parameters is applied at synchronisations. The state is whole
-    on every rank, at stage 1 too.
+    on every rank, at stage 1 too: a rank walks by itself over all parameters, which takes its own
+    momentum and the whole variance.
 
     Args:
         learning_rate: a number, a 0-dim tensor, or a schedule.

@@ -61,8 +61,8 @@ def gather_on_gloo(program: Program) -> Program:
     """On Gloo, gather into memory that is given.
 
     Where torch allocates the result, it takes Gloo's path for several tensors at once, and with
-    more than one gather under way that corrupts the heap (torch 2.13: once in some ten thousand
-    gathers; ``tests/test_passes.py`` has the loop).
+    more than one gather under way that corrupts the heap (torch 2.13;
+    ``tests/benchmarks/gathers.py`` counts the crashes).
     """
     graph = program.graph_module.graph
     for node in [node for node in graph.nodes if node.target is ALL_GATHER]:

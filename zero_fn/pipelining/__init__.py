@@ -10,6 +10,7 @@
     run.py         pipeline: stage functions and a schedule as one function
     work.py        what each F, I, W and B of a schedule does
     split.py       forward, input gradient and weight gradient from one trace of a stage's vjp
+    splicing.py    those programs in a trace: their nodes copied for each micro-batch
     parameters.py  the stages' leaves, each once: gathered, and gradients reduced, as schemes say
     staging.py     on processes: each rank holds its own stages' parameters; ties between ranks
     exchange.py    on processes: one rank walks its list, with messages beside the computing

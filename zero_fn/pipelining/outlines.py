@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .. import tree
 from ..autodiff import Static, split_tensors
+from ..sharding import Sharded, is_piece
 from ..tree import PyTree, Tensor
-from .parameters import StageParams
+from .parameters import OWN, Dtypes, StageParams
 from .schedule import Action
 from .split import differentiable
 from .staging import Look
@@ -36,7 +37,11 @@ class Outline(NamedTuple):
 
 
 def outlines(
-    stages: Sequence[StageFn], params: Sequence[PyTree], part: PyTree, microbatch: int
+    stages: Sequence[StageFn],
+    params: Sequence[PyTree],
+    part: PyTree,
+    microbatch: int,
+    dtypes: Dtypes = OWN,
 ) -> list[Outline]:
     """What each stage but the last hands to the next; a :class:`Look` stands for its tensor.
 
@@ -48,6 +53,8 @@ def outlines(
     mode = known or FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(x: Any) -> Any:
+        if isinstance(x, Sharded):  # gathered, without a gather
+            return torch.empty(x.shape, dtype=x.dtype, device=tree.leaves(x)[0].device)
         if isinstance(x, Look):
             return x.make(torch.empty)
         if not isinstance(x, Tensor):
@@ -56,7 +63,8 @@ def outlines(
 
     found = []
     with disable_proxy_modes_tracing(), mode, torch.no_grad():
-        whole = StageParams.of_stages(dict(enumerate(tree.map(fake, tuple(params)))))
+        faked = dict(enumerate(tree.map(fake, tuple(params), is_leaf=is_piece)))
+        whole = StageParams.of_stages(faked, dtypes)
         given, carry = tree.map(fake, part), None
         for stage, f in enumerate(stages):
             try:

@@ -8,12 +8,19 @@ gradient is the sum over all the places where it stands.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .. import tree
 from ..accumulation import AccumulatedLeaf
-from ..sharding import Sharded, Tied, is_piece, unshard
+from ..sharding import Sharded, Tied, is_piece
+from ..slicing import local_slices
 from ..tree import PyTree, Tensor
 from .split import Sum
 from .staging import without_copies
+
+# In which the stages see parameters, and in which gradients are summed over ranks; None: their own.
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]
+OWN: Dtypes = (None, None)
 
 
 class StageParams:
@@ -32,10 +39,11 @@ class StageParams:
         self.slots = [places[id(leaf)] for leaf in uses]
         self.tensors: list[Tensor] = [_local(leaf.value) for leaf in self.leaves]
         cuts = tuple(x.value.cut if isinstance(x.value, Sharded) else None for x in self.leaves)
-        self.key = (treedef, tuple(self.slots), cuts)
+        dtypes = tuple(leaf.dtypes for leaf in self.leaves)
+        self.key = (treedef, tuple(self.slots), cuts, dtypes)
 
     @staticmethod
-    def of_stages(trees: Mapping[int, PyTree]) -> "dict[int, StageParams]":
+    def of_stages(trees: Mapping[int, PyTree], dtypes: Dtypes = OWN) -> "dict[int, StageParams]":
         """The parameters of stages, by stage; leaves that two of them share are shared.
 
         Raises:
@@ -54,7 +62,7 @@ class StageParams:
                 if not isinstance(node, Tied):
                     tensor = _local(node)
                     if id(tensor) not in same:
-                        same[id(tensor)] = AccumulatedLeaf(node)
+                        same[id(tensor)] = AccumulatedLeaf(node, *dtypes)
                     named[path] = same[id(tensor)]
         found = {}
         for stage, (nodes, treedef, paths) in flat.items():
@@ -73,14 +81,13 @@ class StageParams:
         return found
 
     def whole(self, tensors: list[Tensor]) -> PyTree:
-        """The stage's tree of whole parameters, from ``tensors`` in place of its own."""
+        """What the stage is given, from ``tensors`` in place of its own."""
         values = [
-            leaf.value.like(x) if isinstance(leaf.value, Sharded) else x
+            leaf.use(leaf.value.like(x) if isinstance(leaf.value, Sharded) else x)
             for leaf, x in zip(self.leaves, tensors, strict=True)
         ]
-        return without_copies(
-            unshard(tree.unflatten(self.treedef, [values[slot] for slot in self.slots]))
-        )
+        given = tree.unflatten(self.treedef, [values[slot] for slot in self.slots])
+        return local_slices(without_copies(given))
 
     def sums(self) -> list[Sum]:
         """What gradients by ``tensors`` are added to where they are made."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..accumulation import cut_batch
-from ..collectives import psum
+from ..accumulation import at_least_float32, cut_batch
+from ..collectives import AxisName, pmean, psum, pvary
 from ..mesh import Axis, bound_axes
 from ..optim import scale_by_factor
 from ..tree import PyTree, Tensor
@@ -27,6 +27,7 @@ from .builders import Builder, pipeline_schedule
 from .checking import ScheduleError
 from .exchange import Exchange
 from .outlines import Outline, outlines
+from .parameters import OWN, Dtypes
 from .schedule import Action, Schedule
 from .staging import (
     Look,
@@ -38,7 +39,7 @@ from .staging import (
     tie_stages,
 )
 from .timeline import timeline, with_communication
-from .work import Programs, StageFn, Work, is_eager
+from .work import Programs, StageFn, Work, is_eager, loss_and_weight
 
 # The gradients of the stages, the sum of the losses, and that of their weights if they have any.
 _Results = tuple[list[PyTree], Tensor, Tensor | None]
@@ -62,7 +63,7 @@ def pipeline(
             of tensors of any dtype. The first is given None as its carry; the last returns the
             mean loss over the micro-batch, 0-dim, or a pair of that and its weight (the number of
             tokens, say), a 0-dim tensor. They are given whole parameters, whatever ``zf.shard``
-            made of them.
+            made of them, and this rank's slices of what ``zf.slice_params`` cut.
         microbatches: how many parts a rank's batch is cut into, along dimension 0.
         schedule: a name (see :func:`zero_fn.pipeline_schedule`), or a function of (ranks,
             micro-batches) that returns one.
@@ -102,6 +103,7 @@ class Pipeline:
         axis: str,
         uneven: bool,
         options: dict[str, object],
+        dtypes: Dtypes = OWN,
     ) -> None:
         if not stages:
             raise ValueError("a pipeline has stages, and the list of them is empty")
@@ -111,7 +113,7 @@ class Pipeline:
                     f"a stage is a function (params, carry, microbatch) to a carry; got {stage!r}"
                 )
         self.stages, self.microbatches, self.axis = tuple(stages), microbatches, axis
-        self.uneven, self.options = uneven, options
+        self.uneven, self.options, self.dtypes = uneven, options, dtypes
         self._schedule, self._schedules = schedule, {}  # type: Any, dict[int | None, Schedule]
         self._programs: Programs = {}
         self._outlines: dict[Any, list[Outline]] = {}
@@ -127,14 +129,55 @@ class Pipeline:
             self._schedules[ranks] = self._built(ranks)
         return self._schedules[ranks]
 
-    def __call__(self, params: Sequence[PyTree], batch: PyTree) -> tuple[PyTree, Tensor]:
+    def averaged(
+        self,
+        axis: AxisName,
+        dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> "Pipeline":
+        """The pipeline of the mean loss over the ranks of further axes, as in ``zf.accumulate``.
+
+        Args:
+            axis: the axis, or axes, whose ranks have different batches. Losses with weights are
+                averaged by them.
+            dtype: the dtype of the whole params that the stages see, and in which they travel;
+                None: the pieces' own. Gradients add up in the pieces' dtype.
+            reduce_dtype: the dtype in which gradients travel and are summed over ranks; None: the
+                pieces' own.
+        """
+        *inner, last = self.stages
+
+        @functools.wraps(last)
+        def mean(params: PyTree, carry: PyTree, microbatch: PyTree) -> PyTree:
+            (loss,), weights = loss_and_weight(last(params, carry, microbatch))
+            loss = at_least_float32(loss)
+            if not weights:
+                return pmean(loss, axis)
+            total = psum(weights[0], axis)
+            share = weights[0].to(torch.float64) / pvary(total, axis)
+            return psum(loss * share.to(loss.dtype), axis), total
+
+        return Pipeline(
+            [*inner, mean],
+            self.microbatches,
+            self._schedule,
+            self.axis,
+            self.uneven,
+            self.options,
+            (dtype, reduce_dtype),
+        )
+
+    def __call__(
+        self, params: Sequence[PyTree], batch: PyTree, scale: Tensor | None = None
+    ) -> tuple[PyTree, Tensor]:
+        """The gradients, times ``scale`` from the loss on if it is given, and the loss itself."""
         self._check(params)
         parts = cut_batch(batch, self.microbatches, uneven=self.uneven)
         axis = self._axis()
         if axis is None or axis.token is not None:
-            of_stages, value, weight = self._all_ranks(params, parts, axis)
+            of_stages, value, weight = self._all_ranks(params, parts, axis, scale)
         else:
-            of_stages, value, weight = self._one_rank(params, parts, axis)
+            of_stages, value, weight = self._one_rank(params, parts, axis, scale)
         grads: PyTree = tuple(of_stages) if isinstance(params, tuple) else of_stages
         if weight is not None:
             grads = scale_by_factor(grads, 1 / weight.to(torch.float64))
@@ -164,18 +207,24 @@ class Pipeline:
         return collect_stages(params) if is_staged(params) else tuple(params)
 
     def _all_ranks(
-        self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis | None
+        self,
+        params: Sequence[PyTree],
+        parts: list[PyTree],
+        axis: Axis | None,
+        scale: Tensor | None,
     ) -> _Results:
         """The step in one process, every rank's actions in the order of time."""
         trees = dict(enumerate(params))
-        work = self._work(trees, parts, is_eager(params, parts))
+        work = self._work(trees, parts, is_eager(params, parts), scale)
         for action in _in_time(self.schedule(None if axis is None else axis.size)):
             work.compute(action)
         value, weight = work.sums()
         assert value is not None
         return [work.params[stage].gradient() for stage in trees], value, weight
 
-    def _one_rank(self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis) -> _Results:
+    def _one_rank(
+        self, params: Sequence[PyTree], parts: list[PyTree], axis: Axis, scale: Tensor | None
+    ) -> _Results:
         """One rank's part of the step, where ranks are processes."""
         eager = is_eager(params, parts)
         schedule = _with_messages(self.schedule(axis.size))
@@ -193,7 +242,7 @@ class Pipeline:
         # what a trace knows ends with it
         known = self._outlines if eager else {}
         shapes = [self._outlined(looks, part, number, known) for number, part in enumerate(parts)]
-        work = self._work(trees, parts, eager)
+        work = self._work(trees, parts, eager, scale)
         exchange = Exchange(work, schedule, axis, shapes, tracing=not eager)
         exchange.run()
         value, weight = exchange.agree(work.sums())
@@ -207,9 +256,11 @@ class Pipeline:
             )
         return [tree.map(lambda g: psum(g, axis.name), grads[s]) for s in grads], value, weight
 
-    def _work(self, trees: dict[int, PyTree], parts: list[PyTree], eager: bool) -> Work:
-        programs = self._programs if eager else {}
-        return Work(self.stages, trees, parts, self._shares(parts), programs, eager)
+    def _work(
+        self, trees: dict[int, PyTree], parts: list[PyTree], eager: bool, scale: Tensor | None
+    ) -> Work:
+        programs, shares = self._programs if eager else {}, self._shares(parts)
+        return Work(self.stages, trees, parts, shares, programs, eager, self.dtypes, scale)
 
     def _outlined(
         self,
@@ -223,7 +274,7 @@ class Pipeline:
         seen = tuple(Look.of(x) if isinstance(x, Tensor) else x for x in leaves)
         key = treedef, seen, tuple((axis.name, axis.size) for axis in bound_axes().values())
         if key not in known:
-            known[key] = outlines(self.stages, looks, part, microbatch)
+            known[key] = outlines(self.stages, looks, part, microbatch, self.dtypes)
         return known[key]
 
     def _axis(self) -> Axis | None:

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 
 from ..graphs import ALL_GATHER, base, is_alias, is_item, written
 from ..tree import Tensor
+from .splicing import spliced
 
 Tensors = list[Tensor]
 
@@ -317,6 +318,7 @@ def _extract(
             if summed[place] is node:
                 add = torch.ops.aten.add_.Tensor if adding[place] else torch.ops.aten.add.Tensor
                 totals[place] = graph.call_function(add, (total, copies[node]))
+                totals[place].meta["val"] = node.meta["val"]
 
     for node in reversed(inputs):
         copies[node] = graph.call_method("pop", (box,))
@@ -328,4 +330,13 @@ def _extract(
             sum_up(node)
     sums = [totals.get(place, copies[node]) for place, node in enumerate(summed)]
     graph.output([*(copies[node] for node in outputs), *sums])
-    return GraphModule(module, graph).forward
+
+    @functools.cache  # a trace never needs it
+    def run() -> Callable[[Tensors], Tensors]:
+        return GraphModule(module, graph).forward
+
+    def extracted(box: Tensors) -> Tensors:
+        found = spliced(graph, box)
+        return run()(box) if found is None else found
+
+    return extracted

@@ -17,6 +17,7 @@ import torch
 from .. import tree
 from ..collectives import psum
 from ..sharding import Sharded, Tied, is_piece
+from ..slicing import Sliced
 from ..tree import PyTree, Tensor
 
 
@@ -142,8 +143,8 @@ def place_stages(
         axis: the mesh axis.
         place: this rank.
     """
-    nodes = tree.leaves(tuple(params), is_piece)
-    named = dict(zip(tree.paths(tuple(params), is_piece), nodes, strict=True))
+    nodes = tree.leaves(tuple(params), _is_one)
+    named = dict(zip(tree.paths(tuple(params), _is_one), nodes, strict=True))
     seen: dict[tuple[int, str], str] = {}  # a rank and a leaf, to where the leaf first is there
 
     def untie(path: str, node: Any, home: int) -> Any:
@@ -162,7 +163,7 @@ def place_stages(
         whole = tree.map_with_path(
             lambda path, node, s=stage, h=home: untie(tree.join_path(str(s), path), node, h),
             params[stage],
-            is_leaf=is_piece,
+            is_leaf=_is_one,
         )
         if home == place:
             # a copy has memory of its own
@@ -251,8 +252,8 @@ def _is_copy(node: Any) -> bool:
 
 
 def _is_one(node: Any) -> bool:
-    """Whether a node stands for one leaf."""
-    return is_piece(node) or _is_copy(node)
+    """Whether a node stands for one leaf: a slice, say, whatever cuts it again."""
+    return is_piece(node) or isinstance(node, Sliced) or _is_copy(node)
 
 
 def _only_leaf(node: Any) -> Any:

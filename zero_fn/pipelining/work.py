@@ -17,7 +17,7 @@ from ..autodiff import Static, join_tensors, split_tensors
 from ..captures import name_of
 from ..mesh import bound_axes
 from ..tree import PyTree, Tensor
-from .parameters import StageParams
+from .parameters import OWN, Dtypes, StageParams
 from .schedule import Action
 from .split import StageProgram, Tensors, differentiable, pulled_program, traced_program
 
@@ -76,6 +76,8 @@ class Work:
         shares: what each micro-batch's loss counts in the mean.
         programs: the programs that are known; new ones are added.
         eager: whether tensors have values and memory now, and are not traced or transformed.
+        dtypes: those that the stages see, and in which gradients are summed over ranks.
+        scale: what gradients are multiplied by from the loss on, 0-dim; None: 1.
     """
 
     def __init__(
@@ -86,10 +88,12 @@ class Work:
         shares: Sequence[float],
         programs: Programs,
         eager: bool,
+        dtypes: Dtypes = OWN,
+        scale: Tensor | None = None,
     ) -> None:
-        self.stages, self.shares = stages, shares
+        self.stages, self.shares, self.scale = stages, shares, scale
         self.programs, self.eager = programs, eager
-        self.params = StageParams.of_stages(trees)
+        self.params = StageParams.of_stages(trees, dtypes)
         self.parts = [split_tensors(part) for part in parts]
         nothing = split_tensors(None)
         self.carries = {(0, microbatch): Carry(*nothing) for microbatch in range(len(parts))}
@@ -141,7 +145,9 @@ class Work:
         else:
             self.losses.append(loss * self.shares[microbatch])
             gradient = torch.full_like(loss, self.shares[microbatch])
-        self.gradients[place] = [gradient]
+        self.gradients[place] = [
+            gradient if self.scale is None else gradient * self.scale.to(gradient.dtype)
+        ]
 
     def _input_grad(self, place: Place) -> None:
         program, saved, grads = self._reached(place)
@@ -217,7 +223,7 @@ class Work:
                 join_tensors(microbatch, part_static),
             )
             if last:
-                return _loss(out)
+                return loss_and_weight(out)
             results, rest = split_tensors(out)
             static[:], moves[:] = [rest], map(differentiable, results)
             return (
@@ -257,7 +263,7 @@ def failure(stages: Sequence[StageFn], action: Action, error: Exception) -> Pipe
     return PipelineError(f"{described(stages, action)}: {text}", action)
 
 
-def _loss(out: Any) -> tuple[Tensors, Tensors]:
+def loss_and_weight(out: Any) -> tuple[Tensors, Tensors]:
     """The last stage's loss, and its weight if it has one."""
     pair = isinstance(out, tuple | list)
     loss, *weight = out if pair else (out,)

@@ -1,0 +1,52 @@
+"""Steps that raise where a loss or a gradient is not finite, with the name of the leaf."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .collectives import psum, pvary
+from .ranks import placed_leaves, tree_axes
+from .tree import PyTree, Tensor
+
+
+def first_not_finite(grads: PyTree) -> Tensor:
+    """The place, in order, of the first leaf with a NaN or an infinity on any rank; -1: none.
+
+    One collective of a number a leaf for each axis that leaves are cut on.
+
+    Raises:
+        ValueError: where ranks hold different leaves, as the stages of a pipeline do.
+    """
+    if tree_axes(grads):
+        raise ValueError("first_not_finite takes a tree that has the same leaves on all ranks")
+    leaves = placed_leaves(grads)
+    axes = tuple(sorted({axis for leaf in leaves for axis in leaf.axes}))
+    flags = []
+    for leaf in leaves:
+        bad = (~leaf.value.isfinite()).any().to(torch.float32)
+        missing = tuple(axis for axis in axes if axis not in leaf.axes)
+        flags.append(pvary(bad, missing) if missing else bad)
+    bad = torch.stack(flags)
+    bad = (psum(bad, axes) if axes else bad) > 0
+    return torch.where(bad.any(), bad.to(torch.int64).argmax(), -1)
+
+
+def raising(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step, raising where its metric ``first_not_finite`` or its loss says so."""
+
+    def checked(state: Any, batch: PyTree) -> Any:
+        names = [leaf.path for leaf in placed_leaves(state.params)]
+        new, metrics = step(state, batch)
+        place, loss = int(metrics.pop("first_not_finite")), metrics["loss"].item()
+        if place >= 0:
+            raise FloatingPointError(
+                f"the gradient of {names[place]!r} is not finite, the first of {len(names)} leaves "
+                f"of which that is so, and the loss is {loss}"
+            )
+        if not torch.tensor(loss).isfinite():
+            raise FloatingPointError(f"the loss is {loss}, and all gradients are finite")
+        return new, metrics
+
+    checked.trace = step.trace  # type: ignore[attr-defined]
+    return checked
