@@ -259,9 +259,9 @@ _HALFWAY = (
 
 
 def _detached(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The results, as tensor objects that are none of the inputs' own."""
+    """The results, as tensor objects that are none of the inputs' own, and no views of them."""
     taken = {id(x) for x in inputs}
-    return [x.detach() if id(x) in taken else x for x in results]
+    return [x.detach() if taken & {id(x), id(x._base)} else x for x in results]
 
 
 def _use_up(tensors: Sequence[Tensor], program: Program, name: str) -> None:

@@ -1,5 +1,8 @@
 """The step whose gradients travel compressed, or by an optimizer that exchanges them itself."""
 
+from collections.abc import Callable
+from typing import Any
+
 from . import tree
 from .accumulation import LossFn, accumulate, check_unreduced
 from .codecs import Method
@@ -14,6 +17,8 @@ from .optim import (
     compressed,
     global_norm,
 )
+from .pipelining.run import Pipeline
+from .pipelining.stage_buckets import by_stage
 from .ranks import spmd
 from .sharding import Scheme, scheme_of, shard
 from .states import Train, TrainState
@@ -49,7 +54,7 @@ def local_optimizer(
 
 
 def exchanging_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | Pipeline,
     optimizer: LocalOptimizer,
     mesh: Mesh,
     stage: int | Scheme,
@@ -60,10 +65,16 @@ def exchanging_step(
     compiler: Compiler,
 ) -> Train:
     """The step where each rank's own gradients go to the optimizer."""
-    gradient = accumulate(loss_fn, microbatches, axis, reduce=False)
+    assert isinstance(axis, str)
+    pipe = loss_fn if isinstance(loss_fn, Pipeline) else None
+    gradient = _own_gradient(loss_fn, microbatches, axis)
+    if pipe is not None:
+        optimizer = by_stage(optimizer, axis)
 
     def init(params: PyTree) -> TrainState:
         params = shard(params, stage, axis)
+        if pipe is not None:
+            params = pipe.place(params)
         return TrainState(params, optimizer.init(params))
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
@@ -75,15 +86,30 @@ def exchanging_step(
             grads = tree.map(lambda g: g * pvary(factor, axis).to(g.dtype), grads)
             metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        if hasattr(opt_state, "error"):
-            metrics["finite"] = opt_state.error.finite
+        told: Any = getattr(opt_state, "error", opt_state)
+        if hasattr(told, "finite"):
+            metrics["finite"] = told.finite
         return TrainState(apply_updates(state.params, updates), opt_state), metrics
 
-    axes = (axis,) if isinstance(axis, str) else axis
-    run = jit(spmd(step, mesh, data_axes=axes), donate=0 if donate else (), compiler=compiler)
+    run = jit(spmd(step, mesh, data_axes=(axis,)), donate=0 if donate else (), compiler=compiler)
 
     def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         return run(state._replace(opt_state=optimizer.advance(state.opt_state)), batch)
 
     stepped.trace = run.trace  # type: ignore[attr-defined]
-    return Train(spmd(init, mesh, data_axes=axes), stepped)
+    return Train(spmd(init, mesh, data_axes=(axis,)), stepped)
+
+
+def _own_gradient(
+    loss_fn: LossFn | Pipeline, microbatches: int, axis: str
+) -> Callable[[PyTree, PyTree], tuple[PyTree, Tensor]]:
+    """(whole params, batch) to this rank's own gradients, and the mean loss over all ranks."""
+    if not isinstance(loss_fn, Pipeline):
+        return accumulate(loss_fn, microbatches, axis, reduce=False)
+    pipe = loss_fn.averaged(axis, reduce=False)
+
+    def gradient(params: PyTree, batch: PyTree) -> tuple[PyTree, Tensor]:
+        grads, value = pipe(params, batch)
+        return grads, pmean(value, axis)
+
+    return gradient

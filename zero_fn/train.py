@@ -106,10 +106,10 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, of slices, of a pipeline, named
-            twice (by ``compress`` and by the optimizer), or with a policy or loss scale; for a
-            pipeline with ``microbatches`` or along an axis of the data; for either with
-            ``frozen``, ``buffers``, ``dropout_key`` or ``check_finite``.
+            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
+            ``compress`` and by the optimizer), or with a policy or loss scale; for a pipeline with
+            ``microbatches`` or along an axis of the data; for either with ``frozen``, ``buffers``,
+            ``dropout_key`` or ``check_finite``.
         FloatingPointError: from the step with ``check_finite``, naming the first leaf whose
             gradient is not finite.
     """
@@ -125,13 +125,6 @@ def train_step(
         _check_pipeline(loss_fn, axis, microbatches)
         _refuse("a pipeline takes", extra)
     if compress is not None or isinstance(optimizer, LocalOptimizer):
-        if isinstance(loss_fn, Pipeline):
-            raise ValueError(
-                "gradients of a pipeline do not travel compressed: the error feedback and the "
-                "counts of a compressing optimizer are one bucket, the same along every axis but "
-                f"{axis!r}, and the ranks of {loss_fn.axis!r} have parameters of their own; leave "
-                "out compress, and take an (init, update) pair such as zf.adamw"
-            )
         if policy is not None or loss_scale is not None:
             raise ValueError(
                 "compressed gradients take no policy and no loss_scale: cast in the loss, to "

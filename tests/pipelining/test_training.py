@@ -183,7 +183,3 @@ def test_what_is_refused() -> None:
         zf.train_step(pipe, zf.sgd(0.1), mesh, microbatches=2)
     with pytest.raises(ValueError, match="stages live along 'pp', which cannot split the batch"):
         zf.train_step(pipe, zf.sgd(0.1), zf.Mesh(pp=2), axis="pp")
-    with pytest.raises(ValueError, match="gradients of a pipeline do not travel compressed"):
-        zf.train_step(pipe, zf.sgd(0.1), mesh, compress="1bit")
-    with pytest.raises(ValueError, match="gradients of a pipeline do not travel compressed"):
-        zf.train_step(pipe, zf.onebit_adam(0.1, 2), mesh)

@@ -13,6 +13,7 @@
     splicing.py    those programs in a trace: their nodes copied for each micro-batch
     parameters.py  the stages' leaves, each once: gathered, and gradients reduced, as schemes say
     staging.py     on processes: each rank holds its own stages' parameters; ties between ranks
+    stage_buckets.py  compressed gradients: a bucket for each stage, and for each leaf they share
     exchange.py    on processes: one rank walks its list, with messages beside the computing
     outlines.py    what passes between stages, from a run on fake tensors
     messages.py    messages as operations that a trace keeps

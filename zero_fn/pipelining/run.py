@@ -19,7 +19,7 @@ import torch
 
 from .. import tree
 from ..accumulation import at_least_float32, cut_batch
-from ..collectives import AxisName, pmean, psum, pvary
+from ..collectives import AxisName, axis_size, pmean, psum, pvary
 from ..mesh import Axis, bound_axes
 from ..optim import scale_by_factor
 from ..tree import PyTree, Tensor
@@ -134,6 +134,8 @@ class Pipeline:
         axis: AxisName,
         dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        *,
+        reduce: bool = True,
     ) -> "Pipeline":
         """The pipeline of the mean loss over the ranks of further axes, as in ``zf.accumulate``.
 
@@ -144,6 +146,8 @@ class Pipeline:
                 None: the pieces' own. Gradients add up in the pieces' dtype.
             reduce_dtype: the dtype in which gradients travel and are summed over ranks; None: the
                 pieces' own.
+            reduce: False: the gradients and the value are this rank's own, and their means over the
+                ranks are those of the mean loss.
         """
         *inner, last = self.stages
 
@@ -152,9 +156,11 @@ class Pipeline:
             (loss,), weights = loss_and_weight(last(params, carry, microbatch))
             loss = at_least_float32(loss)
             if not weights:
-                return pmean(loss, axis)
+                return pmean(loss, axis) if reduce else loss
             total = psum(weights[0], axis)
             share = weights[0].to(torch.float64) / pvary(total, axis)
+            if not reduce:
+                return loss * (share * axis_size(axis)).to(loss.dtype), pvary(total, axis)
             return psum(loss * share.to(loss.dtype), axis), total
 
         return Pipeline(

@@ -143,8 +143,8 @@ def place_stages(
         axis: the mesh axis.
         place: this rank.
     """
-    nodes = tree.leaves(tuple(params), _is_one)
-    named = dict(zip(tree.paths(tuple(params), _is_one), nodes, strict=True))
+    nodes = tree.leaves(tuple(params), is_one_leaf)
+    named = dict(zip(tree.paths(tuple(params), is_one_leaf), nodes, strict=True))
     seen: dict[tuple[int, str], str] = {}  # a rank and a leaf, to where the leaf first is there
 
     def untie(path: str, node: Any, home: int) -> Any:
@@ -163,7 +163,7 @@ def place_stages(
         whole = tree.map_with_path(
             lambda path, node, s=stage, h=home: untie(tree.join_path(str(s), path), node, h),
             params[stage],
-            is_leaf=_is_one,
+            is_leaf=is_one_leaf,
         )
         if home == place:
             # a copy has memory of its own
@@ -227,7 +227,7 @@ def sum_over_ranks(
                 ties[node.of] = _only_leaf(node)
     if not ties:
         return dict(grads)
-    nodes = tree.leaves(dict(grads), _is_one)
+    nodes = tree.leaves(dict(grads), is_one_leaf)
     names = dict(zip(_names(grads), nodes, strict=True))
     totals = {}
     for name, look in sorted(ties.items()):  # in one order on all ranks
@@ -237,13 +237,13 @@ def sum_over_ranks(
     def summed(name: str, node: Any) -> Any:
         return tree.map(lambda _: totals[name], node) if name in totals else node
 
-    _, treedef = tree.flatten(dict(grads), _is_one)
+    _, treedef = tree.flatten(dict(grads), is_one_leaf)
     return dict(tree.unflatten(treedef, map(summed, _names(grads), nodes)))
 
 
 def _names(grads: Mapping[int, PyTree]) -> list[str]:
     """The key path of each leaf among all stages; of a copy, that of what it equals."""
-    paths, nodes = tree.paths(dict(grads), _is_one), tree.leaves(dict(grads), _is_one)
+    paths, nodes = tree.paths(dict(grads), is_one_leaf), tree.leaves(dict(grads), is_one_leaf)
     return [n.of if isinstance(n, Copy) else path for path, n in zip(paths, nodes, strict=True)]
 
 
@@ -251,7 +251,7 @@ def _is_copy(node: Any) -> bool:
     return isinstance(node, Copy)
 
 
-def _is_one(node: Any) -> bool:
+def is_one_leaf(node: Any) -> bool:
     """Whether a node stands for one leaf: a slice, say, whatever cuts it again."""
     return is_piece(node) or isinstance(node, Sliced) or _is_copy(node)
 
