@@ -87,7 +87,8 @@ from . import random
 from .modules import from_module, to_module
 
 # Checkpoints: a state of any mesh and stage, read on any other.
-from .checkpoint import load, save, saved_steps
+from .background import Saving
+from .checkpoint import load, save, save_async, saved_steps
 
 # Tracing a step into one graph.
 from .compiler import jit
@@ -99,6 +100,7 @@ from .planning import Plan, compare, eval_shape, plan
 
 # A ready-made step and loop, and logs of it.
 from .logs import csv_log, tensorboard_log
+from .resuming import Checkpoints
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
 
@@ -118,6 +120,7 @@ from .tree import register_dataclass
 __all__ = [
     "BFloat16",
     "Batcher",
+    "Checkpoints",
     "Codec",
     "ContinuousBatcher",
     "ErrorFeedback",
@@ -133,6 +136,7 @@ __all__ = [
     "PowerSGD",
     "Program",
     "Quantized",
+    "Saving",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -201,6 +205,7 @@ __all__ = [
     "remat",
     "row_linear",
     "save",
+    "save_async",
     "saved_steps",
     "scale_by_adam",
     "scale_by_learning_rate",

@@ -42,6 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "local_sliding_window",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    demo.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints are kept")
+    demo.add_argument("--save-every", type=_positive, default=50, help="steps between them")
+    demo.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+    )
     inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
     command = given["command"]

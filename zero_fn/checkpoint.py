@@ -5,7 +5,8 @@ What is saved are whole tensors under their key paths, each rank writing the box
 number of ranks are nowhere in the files, and a load reads the boxes that its own mesh wants.
 
 A checkpoint appears under its name only when it is complete: it is written to a hidden folder,
-flushed, and renamed.
+flushed, and renamed. ``save_async`` does the same beside the steps that follow, from a copy (see
+``background``).
 """
 
 import json
@@ -21,17 +22,22 @@ import torch
 import torch.distributed as dist
 
 from . import tree
+from .background import Saving, finish, group_of, settle, start
 from .collectives import agreed
 from .mesh import Mesh
 from .pipelining.staging import Look
 from .ranks import spmd
-from .regions import Whole, find_wholes, is_general, leaf_names
+from .regions import Box, Whole, find_wholes, is_general, leaf_names
 from .sharding import Replicated, Sharded
 from .tree import PyTree, Tensor
 
 _VALUES = "values.json"
 _NAME = re.compile(r"step-(\d+)")
 _PLAIN = (bool, int, float, str)
+
+
+class DamagedError(ValueError):
+    """Files of a checkpoint that are missing, cut short or unreadable."""
 
 
 def save(
@@ -59,6 +65,48 @@ def save(
     >>> zf.load(folder, {"w": torch.zeros(3), "batch": 0}, mesh)
     {'w': tensor([1., 1., 1.]), 'batch': 17}
     """
+    finish()
+    _planned(folder, state, mesh, step, keep)(None)
+
+
+def save_async(
+    folder: str | os.PathLike[str], state: PyTree, mesh: Mesh, *, step: int, keep: int | None = None
+) -> Saving:
+    """Like :func:`save`, and goes on while the files are written; all ranks call it.
+
+    It returns when this rank's share of the state is copied to the host's memory, so that the next
+    step may donate the state. One save is under way at a time: the next one, of either kind, waits
+    for it. A Python process that ends writes to the end before.
+
+    Returns:
+        A handle: ``wait()`` until the checkpoint is there, ``done()`` asks. What went wrong is
+        raised by ``wait()``, or else by the next save.
+
+    Raises:
+        As :func:`save`, and what went wrong in the save before.
+
+    >>> import tempfile, torch, zero_fn as zf
+    >>> mesh, folder = zf.Mesh(dp=2), tempfile.mkdtemp()
+    >>> saving = zf.save_async(folder, {"w": torch.ones(3)}, mesh, step=5)
+    >>> saving.wait()
+    >>> zf.saved_steps(folder)
+    [5]
+    """
+    finish()
+    write = _planned(folder, state, mesh, step, keep, copied=True)
+    group = None if _alone(mesh) else group_of(mesh)
+    return start(lambda: write(group), f"step {step} to {folder}")
+
+
+def _planned(
+    folder: str | os.PathLike[str],
+    state: PyTree,
+    mesh: Mesh,
+    step: int,
+    keep: int | None,
+    copied: bool = False,
+) -> Callable[[Any], None]:
+    """What writes the checkpoint, speaking with other ranks over the group that it is given."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; it must be an int of 0 or more")
     if keep is not None and keep < 1:
@@ -74,6 +122,8 @@ def save(
                 f"the state at {path!r} is {value!r}; a checkpoint holds tensors and values of "
                 "bool, int, float and str: convert it, or keep it out of the state"
             )
+    if copied:
+        tensors = {path: _copied(whole) for path, whole in tensors.items()}
     root, name = Path(folder), f"step-{step:08d}"
     hidden = root / f".{name}"
 
@@ -102,9 +152,21 @@ def save(
             os.rename(root / f"step-{old:08d}", gone)  # removing a folder takes many steps
             shutil.rmtree(gone)
 
-    _on_first(begin, mesh)
-    write(hidden, tensors, alone=_alone(mesh))
-    _on_first(publish, mesh)
+    def written(group: Any) -> None:
+        _on_first(begin, mesh, group)
+        write(hidden, tensors, alone=_alone(mesh), group=group)
+        _on_first(publish, mesh, group)
+
+    return written
+
+
+def _copied(whole: Whole) -> Whole:
+    """The same values in the host's memory, which nobody else writes to."""
+
+    def copy(box: Box) -> Box:
+        return box._replace(local=box.local.detach().to("cpu", copy=True))
+
+    return whole._replace(boxes=[copy(box) for box in whole.boxes])
 
 
 def load(
@@ -116,6 +178,8 @@ def load(
     fresh: Sequence[str] = (),
 ) -> PyTree:
     """Read a checkpoint, of any mesh and stage, as a state of this mesh; all ranks call it.
+
+    A save under way is waited for.
 
     Args:
         folder: where the checkpoints are. Load only those you trust: torch's index is a pickle.
@@ -132,10 +196,12 @@ def load(
     Raises:
         FileNotFoundError: if there is no such checkpoint, with those that there are.
         ValueError: with every key path that is missing, unknown, of another shape, dtype or type,
-            and every file that is missing or cut short.
+            and every file that is missing or cut short; a :class:`DamagedError` if nothing but
+            files is wrong.
     """
     from .storage import read, read_index
 
+    settle()
     path = _find(Path(folder), step)
     plain = _without_general(like, mesh)
     leaves, treedef = tree.flatten(plain)
@@ -147,19 +213,25 @@ def load(
     wholes = find_wholes(result, mesh)
     wanted = {name: x for name, x in wholes.items() if not _matches(name, fresh)}
     tensors = {name: x for name, x in wanted.items() if isinstance(x, Whole)}
-    everywhere = set().union(*_from_all(set(wholes), mesh))
+    everywhere = set().union(*ranks_values(set(wholes), mesh))
     values: dict[str, Any] = {}
+    found: list[str] = []
     try:
         index, damage = read_index(path)
         values = json.loads((path / _VALUES).read_text())
-        found = damage + _differences(index, values, wanted, everywhere, fresh)
+        found = _differences(index, values, wanted, everywhere, fresh)
     except Exception as error:  # an index that is damaged raises anything
-        found = [f"its index cannot be read: {error!r}"]
-    found = sorted(set().union(*map(set, _from_all(found, mesh))))
-    if found:
-        lines = "\n".join(f"  {line}" for line in found)
+        damage = [f"its index cannot be read: {error!r}"]
+    everyone = ranks_values((found, damage), mesh)
+    found = sorted({line for lines, _ in everyone for line in lines})
+    damage = sorted({line for _, lines in everyone for line in lines})
+    if found or damage:
+        lines = "\n".join(f"  {line}" for line in damage + found)
+        text = f"the checkpoint {path} does not fit, and nothing was loaded:\n{lines}"
+        if not found:
+            raise DamagedError(text)
         raise ValueError(
-            f"the checkpoint {path} does not fit, and nothing was loaded:\n{lines}\n"
+            f"{text}\n"
             "leaves that may differ stay as they are in `like` with zf.load(..., fresh=[pattern])"
         )
     read(path, tensors, alone=_alone(mesh))
@@ -176,6 +248,22 @@ def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
     root = Path(folder)
     names = [p.name.removeprefix(".replaced-") for p in root.iterdir()] if root.is_dir() else []
     return sorted({int(m[1]) for m in map(_NAME.fullmatch, names) if m})
+
+
+def look(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, by key path: the :class:`Look` of each tensor, and plain values.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint, with those that there are.
+        DamagedError: if its index cannot be read.
+    """
+    from .storage import read_index
+
+    path = _find(Path(folder), step)
+    try:
+        return {**read_index(path)[0], **json.loads((path / _VALUES).read_text())}
+    except Exception as error:
+        raise DamagedError(f"the index of {path} cannot be read: {error!r}") from error
 
 
 def _find(root: Path, step: int | None) -> Path:
@@ -270,16 +358,16 @@ def _alone(mesh: Mesh) -> bool:
     return mesh.interpreter != "processes" or mesh.size == 1
 
 
-def _from_all(value: Any, mesh: Mesh) -> list[Any]:
+def ranks_values(value: Any, mesh: Mesh, group: Any = None) -> list[Any]:
     """Every rank's value."""
     if _alone(mesh):
         return [value]
     values: list[Any] = [None] * mesh.size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def _on_first(f: Callable[[], None], mesh: Mesh) -> None:
+def _on_first(f: Callable[[], None], mesh: Mesh, group: Any = None) -> None:
     """Run ``f`` on rank 0 while the others wait; what it raises, all raise."""
     error = None
     if mesh.rank == 0:
@@ -287,7 +375,7 @@ def _on_first(f: Callable[[], None], mesh: Mesh) -> None:
             f()
         except Exception as raised:
             error = raised
-    (first, *_) = _from_all(error, mesh)
+    (first, *_) = ranks_values(error, mesh, group)
     if first is not None:
         raise first
 

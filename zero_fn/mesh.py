@@ -138,6 +138,7 @@ class Mesh:
             raise ValueError(f"backend is {backend!r}; it is 'processes', 'simulated' or None")
         self.shape: dict[str, int] = dict(axes)
         self.size: int = math.prod(axes.values())
+        self.timeout = timeout
         launched = dist.is_available() and (
             dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
         )
@@ -150,6 +151,7 @@ class Mesh:
         """The same axes as sizes only: ``spmd`` on it runs rank 0's program on fake tensors."""
         mesh = object.__new__(Mesh)
         mesh.shape, mesh.size, mesh.interpreter = dict(self.shape), self.size, "abstract"
+        mesh.timeout = self.timeout
         mesh._axes = {name: Axis(name, size, group=name) for name, size in self.shape.items()}
         return mesh
 
