@@ -40,8 +40,7 @@ def values_of(state: Any, mesh: zf.Mesh) -> list[torch.Tensor]:
     return tree.leaves(zf.gather_tree(state, mesh))
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("stop", [1, 3, 6, 7])
+@pytest.mark.parametrize(("stop", "in_background"), [(1, False), (6, True), (7, False)])
 def test_a_stopped_run_goes_on_bit_for_bit(stop: int, in_background: bool, tmp_path: Path) -> None:
     mesh, data = zf.Mesh(dp=3), batches(8)
     state, step = a_run(mesh)
@@ -105,8 +104,6 @@ def shuffled(seed: int) -> Any:
 def test_shuffling_and_noise_go_on(tmp_path: Path) -> None:
     loader, noisy = shuffled(0)
     state = {"w": torch.zeros(2, dtype=torch.float64)}
-    zf.fit(noisy, state, loader, show=False)  # a first progress bar draws from `random` itself
-    loader, noisy = shuffled(0)
     want_state, want = zf.fit(noisy, state, loader, show=False)
     run = zf.Checkpoints(tmp_path, zf.Mesh(), every=2)
     loader, noisy = shuffled(0)

@@ -146,7 +146,7 @@ class Keeper:
 
 def _after(batches: Iterable[Any], count: int) -> Iterator[Any]:
     """The batches after the first ``count``; those of a loader are loaded and left."""
-    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+    if isinstance(batches, Sequence | Tensor):
         return (batches[place] for place in range(count, len(batches)))
     rest = iter(batches)
     for _ in itertools.islice(rest, count):

@@ -340,10 +340,11 @@ def fit(
         TypeError: if the step's second result holds no loss.
     """
     values: list[Tensor | float] = []
-    keeper = None
-    if checkpoint is not None:
-        total = len(batches) if total is None and isinstance(batches, Sized) else total
-        keeper = Keeper(checkpoint)
+    keeper = None if checkpoint is None else Keeper(checkpoint)
+    total = len(batches) if total is None and isinstance(batches, Sized) else total
+    if keeper is None:
+        batches = iter(batches)  # once: each time may draw from a random generator
+    else:
         state, batches, values = keeper.resume(state, batches)
     bar = _bar(batches, total, initial=len(values), unit="step", disable=not show or _rank() != 0)
     start, tokens, shown, told = time.perf_counter(), 0, 0.0, 0
@@ -361,7 +362,7 @@ def fit(
             log(meter.after(value if isinstance(value, dict) else {"loss": value}, count))
         if keeper is not None and keeper.due(len(values)):
             values = [float(x) for x in values]
-            keeper.save(state, values)
+            keeper.save(state, [float(x) for x in values])
         elapsed = time.perf_counter() - start
         if elapsed - shown > 0.2:  # reading a loss waits for the device
             shown = elapsed
