@@ -111,6 +111,8 @@ def test_the_public_names_are_these() -> None:
         *("distillation_loss", "Batcher", "ContinuousBatcher"),
         *("Train", "TrainState", "train_step", "fit", "progress"),
         *("save", "save_async", "Saving", "load", "saved_steps", "Checkpoints"),
+        *("export_safetensors", "import_safetensors"),
+        *("launch", "RankError"),
         *("register_dataclass", "testing"),
     }
     for name in zf.__all__:
@@ -152,8 +154,10 @@ ROOMS = [
     "storage",
     "background",
     "checkpoint",
+    "safetensors_files",
     "accounting",
     "program",
+    "agreeing",
     "passes",
     "compiler",
     "hardware",
@@ -163,6 +167,7 @@ ROOMS = [
     "logs",
     "resuming",
     "train",
+    "launching",
     "models",
     "inference",
     "demo",
@@ -207,6 +212,7 @@ def test_kernels_import_nothing_of_the_library() -> None:
 def test_only_few_rooms_speak_of_torch_distributed() -> None:
     for path in (ROOT / "zero_fn").rglob("*.py"):
         few = ("mesh", "train", "messages", "checkpoint", "storage", "background")
+        few += ("safetensors_files", "starting", "script", "scripts")
         if path.stem not in few:
             assert "distributed" not in path.read_text().replace("torch.distributed.checkpoint", "")
 

@@ -89,6 +89,7 @@ from .modules import from_module, to_module
 # Checkpoints: a state of any mesh and stage, read on any other.
 from .background import Saving
 from .checkpoint import load, save, save_async, saved_steps
+from .safetensors_files import export_safetensors, import_safetensors
 
 # Tracing a step into one graph.
 from .compiler import jit
@@ -103,6 +104,9 @@ from .logs import csv_log, tensorboard_log
 from .resuming import Checkpoints
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
+
+# Processes, started from a notebook or a script.
+from .launching import RankError, launch
 
 # Inference: generation, batching, quantised weights, and students of larger models.
 from .inference.batching import Batcher
@@ -136,6 +140,7 @@ __all__ = [
     "PowerSGD",
     "Program",
     "Quantized",
+    "RankError",
     "Saving",
     "Scheme",
     "Sharded",
@@ -170,6 +175,7 @@ __all__ = [
     "dequantize",
     "distillation_loss",
     "eval_shape",
+    "export_safetensors",
     "fit",
     "freeze",
     "from_module",
@@ -179,7 +185,9 @@ __all__ = [
     "grad",
     "grad_and_value",
     "hardware",
+    "import_safetensors",
     "jit",
+    "launch",
     "linear",
     "load",
     "local_slices",

@@ -1,4 +1,4 @@
-"""The command line: ``zero-fn demo``, ``generate`` and ``serve``."""
+"""The command line: ``zero-fn demo``, ``run``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .inference import commands as inference
+from .launching import scripts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,12 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
     )
+    scripts.add_command(commands)
     inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
     command = given["command"]
     try:
         if command in inference.COMMANDS:
             return inference.run(given)
+        if command == "run":
+            return scripts.run(given)
         del given["command"]
 
         from .demo import Options, run  # here, so that --help is quick

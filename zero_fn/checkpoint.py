@@ -93,8 +93,8 @@ def save_async(
     [5]
     """
     finish()
-    write = _planned(folder, state, mesh, step, keep, copied=True)
-    group = None if _alone(mesh) else group_of(mesh)
+    write = _planned(folder, state, mesh, step, keep, on_host=True)
+    group = None if is_alone(mesh) else group_of(mesh)
     return start(lambda: write(group), f"step {step} to {folder}")
 
 
@@ -104,7 +104,7 @@ def _planned(
     mesh: Mesh,
     step: int,
     keep: int | None,
-    copied: bool = False,
+    on_host: bool = False,
 ) -> Callable[[Any], None]:
     """What writes the checkpoint, speaking with other ranks over the group that it is given."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -113,7 +113,7 @@ def _planned(
         raise ValueError(f"keep is {keep}; it must be 1 or more, or None to keep all")
     from .storage import write  # here, since torch.distributed.checkpoint is slow to import
 
-    wholes = find_wholes(_without_general(state, mesh), mesh)
+    wholes = find_wholes(without_general(state, mesh), mesh)
     tensors = {path: x for path, x in wholes.items() if isinstance(x, Whole)}
     values = {path: x for path, x in wholes.items() if not isinstance(x, Whole)}
     for path, value in values.items():
@@ -122,8 +122,8 @@ def _planned(
                 f"the state at {path!r} is {value!r}; a checkpoint holds tensors and values of "
                 "bool, int, float and str: convert it, or keep it out of the state"
             )
-    if copied:
-        tensors = {path: _copied(whole) for path, whole in tensors.items()}
+    if on_host:
+        tensors = {path: _on_host(whole) for path, whole in tensors.items()}
     root, name = Path(folder), f"step-{step:08d}"
     hidden = root / f".{name}"
 
@@ -154,13 +154,13 @@ def _planned(
 
     def written(group: Any) -> None:
         _on_first(begin, mesh, group)
-        write(hidden, tensors, alone=_alone(mesh), group=group)
+        write(hidden, tensors, alone=is_alone(mesh), group=group)
         _on_first(publish, mesh, group)
 
     return written
 
 
-def _copied(whole: Whole) -> Whole:
+def _on_host(whole: Whole) -> Whole:
     """The same values in the host's memory, which nobody else writes to."""
 
     def copy(box: Box) -> Box:
@@ -203,15 +203,9 @@ def load(
 
     settle()
     path = _find(Path(folder), step)
-    plain = _without_general(like, mesh)
-    leaves, treedef = tree.flatten(plain)
-    copies: dict[int, Any] = {}
-    for x in leaves:
-        if isinstance(x, Tensor) and id(x) not in copies:
-            copies[id(x)] = x.detach().clone(memory_format=torch.contiguous_format)
-    result = tree.unflatten(treedef, [copies.get(id(x), x) for x in leaves])
+    result = copied(without_general(like, mesh))
     wholes = find_wholes(result, mesh)
-    wanted = {name: x for name, x in wholes.items() if not _matches(name, fresh)}
+    wanted = {name: x for name, x in wholes.items() if not matches(name, fresh)}
     tensors = {name: x for name, x in wanted.items() if isinstance(x, Whole)}
     everywhere = set().union(*ranks_values(set(wholes), mesh))
     values: dict[str, Any] = {}
@@ -234,13 +228,13 @@ def load(
             f"{text}\n"
             "leaves that may differ stay as they are in `like` with zf.load(..., fresh=[pattern])"
         )
-    read(path, tensors, alone=_alone(mesh))
+    read(path, tensors, alone=is_alone(mesh))
     leaves, treedef = tree.flatten(result)
     leaves = [
         values[name] if name in wanted and name not in tensors else x
         for name, x in zip(leaf_names(result), leaves, strict=True)
     ]
-    return _cut_again(tree.unflatten(treedef, leaves), like, mesh)
+    return cut_again(tree.unflatten(treedef, leaves), like, mesh)
 
 
 def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
@@ -276,7 +270,7 @@ def _find(root: Path, step: int | None) -> Path:
     return root / name if (root / name).exists() else root / f".replaced-{name}"
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
+def matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
@@ -292,7 +286,7 @@ def _differences(
     lines = [
         f"{name!r} is in the checkpoint and not in `like`"
         for name in saved
-        if name not in everywhere and not _matches(name, fresh)
+        if name not in everywhere and not matches(name, fresh)
     ]
     for name, x in wanted.items():
         if name not in saved:
@@ -317,7 +311,17 @@ def _is_sharded(node: Any) -> bool:
     return isinstance(node, Sharded)
 
 
-def _without_general(state: PyTree, mesh: Mesh) -> PyTree:
+def copied(state: PyTree) -> PyTree:
+    """The same state in memory of its own; ties stay ties."""
+    leaves, treedef = tree.flatten(state)
+    copies: dict[int, Any] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and id(x) not in copies:
+            copies[id(x)] = x.detach().clone(memory_format=torch.contiguous_format)
+    return tree.unflatten(treedef, [copies.get(id(x), x) for x in leaves])
+
+
+def without_general(state: PyTree, mesh: Mesh) -> PyTree:
     """The state with what schemes of a user's own cut gathered: they promise nothing else."""
     if not any(map(is_general, _sharded(state))):
         return state
@@ -331,7 +335,7 @@ def _without_general(state: PyTree, mesh: Mesh) -> PyTree:
     return spmd(lambda s: tree.map(whole, s, is_leaf=_is_sharded), mesh, data_axes=())(state)
 
 
-def _cut_again(plain: PyTree, like: PyTree, mesh: Mesh) -> PyTree:
+def cut_again(plain: PyTree, like: PyTree, mesh: Mesh) -> PyTree:
     cuts = [node.cut if is_general(node) else None for node in _sharded(like)]
     if not any(cuts):
         return plain
@@ -354,13 +358,13 @@ def _sharded(state: PyTree) -> list[Sharded]:
     return [node for node in tree.leaves(state, _is_sharded) if _is_sharded(node)]
 
 
-def _alone(mesh: Mesh) -> bool:
+def is_alone(mesh: Mesh) -> bool:
     return mesh.interpreter != "processes" or mesh.size == 1
 
 
 def ranks_values(value: Any, mesh: Mesh, group: Any = None) -> list[Any]:
     """Every rank's value."""
-    if _alone(mesh):
+    if is_alone(mesh):
         return [value]
     values: list[Any] = [None] * mesh.size
     dist.all_gather_object(values, value, group)

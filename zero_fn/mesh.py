@@ -186,11 +186,14 @@ class Mesh:
         if self.size == 1:
             return
         limit = None if timeout is None else timedelta(seconds=timeout)
+        global _limit
+        _limit = limit or _DEFAULT_LIMIT
         if not dist.is_initialized():
             cuda = torch.cuda.is_available()
             if cuda:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, timeout=limit, **_store_of_restart())
             atexit.register(_close)
         ranks = torch.arange(self.size).reshape([*self.shape.values()])
         here = (ranks == dist.get_rank()).nonzero()[0].tolist()
@@ -215,9 +218,46 @@ def is_gloo(group: str, device: torch.device) -> bool:
     return "gloo" in found._get_backend(device).name()
 
 
+def ranks_of(group: str) -> list[int] | None:
+    """The ranks of the process group of that name; None if there is none, as on abstract ranks."""
+    if not dist.is_initialized():
+        return None
+    try:
+        found: Any = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+    return dist.get_process_group_ranks(found)
+
+
+def meeting_place() -> tuple[Any, int, float]:
+    """The store by which processes found each other, this one's rank, and seconds to wait."""
+    store = dist.distributed_c10d._get_default_store()
+    return store, dist.get_rank(), _limit.total_seconds()
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """Under torchrun on one host, a part of its store for this start of the ranks alone.
+
+    torch 2.13 keeps the store over restarts, and ranks would find the addresses of those that are
+    gone. Hosts count restarts each by itself, so that ranks of several cannot agree on a name.
+    """
+    found = os.environ
+    alone = found.get("LOCAL_WORLD_SIZE") == found.get("WORLD_SIZE")
+    if found.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not alone:
+        return {}
+    where = found["MASTER_ADDR"], int(found["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
+    start = f"start {found.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    ranks = {"rank": int(found["RANK"]), "world_size": int(found["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(start, store), **ranks}  # type: ignore[attr-defined]
+
+
 def _processes(count: int) -> str:
     return f"{count} process" + "es" * (count != 1)
 
+
+_DEFAULT_LIMIT = timedelta(minutes=30)  # torch's
+_limit = _DEFAULT_LIMIT  # how long ranks wait for each other; the newest mesh's
 
 _groups: dict[tuple[tuple[int, ...], ...], str] = {}
 
