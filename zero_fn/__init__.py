@@ -80,6 +80,9 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Where state lives: on the host, on disk.
+from .offloading import Residency, discard, offload, residency, restore
+
 # Random numbers as functions of a key: dropout that is the same wherever it is computed.
 from . import random
 
@@ -141,6 +144,7 @@ __all__ = [
     "Program",
     "Quantized",
     "RankError",
+    "Residency",
     "Saving",
     "Scheme",
     "Sharded",
@@ -173,6 +177,7 @@ __all__ = [
     "constant",
     "csv_log",
     "dequantize",
+    "discard",
     "distillation_loss",
     "eval_shape",
     "export_safetensors",
@@ -192,6 +197,7 @@ __all__ = [
     "load",
     "local_slices",
     "merge",
+    "offload",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -211,6 +217,8 @@ __all__ = [
     "random",
     "register_dataclass",
     "remat",
+    "residency",
+    "restore",
     "row_linear",
     "save",
     "save_async",

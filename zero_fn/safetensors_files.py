@@ -206,8 +206,11 @@ def _made(file: Path, entries: dict[str, Entry]) -> Tensor:
     with open(file, "wb") as new:
         new.write(len(text).to_bytes(8, "little") + text)
         new.flush()
-        if length:  # now, since a full disk would otherwise end the process while it is mapped
+        if length and hasattr(os, "posix_fallocate"):
+            # now, since a full disk would otherwise end the process while it is mapped
             os.posix_fallocate(new.fileno(), 8 + len(text), length)
+        elif length:
+            os.truncate(new.fileno(), 8 + len(text) + length)
     return _mapped(file, 8 + len(text), shared=True)
 
 
