@@ -152,6 +152,8 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert losses == want
     assert "going back to step 4" in caplog.text
     assert "going back to step 2" in caplog.text
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"step-{n:08d}" for n in (2, 4, 5)} | {f"damaged-step-{n:08d}" for n in (4, 5)}
     for file in tmp_path.glob("*/.metadata"):
         file.write_bytes(b"")
     state, step = a_run(mesh)

@@ -244,6 +244,13 @@ def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
     return sorted({int(m[1]) for m in map(_NAME.fullmatch, names) if m})
 
 
+def set_aside(folder: str | os.PathLike[str], step: int) -> None:
+    """Rename a checkpoint, so that it does not count among the saved ones any more."""
+    path, aside = _find(Path(folder), step), Path(folder) / f"damaged-step-{step:08d}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+
+
 def look(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
     """What a checkpoint holds, by key path: the :class:`Look` of each tensor, and plain values.
 

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from .background import Saving
-from .checkpoint import DamagedError, load, ranks_values, save, save_async, saved_steps
+from .checkpoint import (
+    DamagedError,
+    load,
+    ranks_values,
+    save,
+    save_async,
+    saved_steps,
+    set_aside,
+)
 from .mesh import Mesh
 from .tree import PyTree, Tensor
 
@@ -141,6 +149,7 @@ class Keeper:
                     raise
                 if not where.mesh.rank:
                     _log.warning("going back to step %d, since %s", steps[place - 1], error)
+                    set_aside(where.folder, step)  # it would count among those that are kept
         return None
 
 
