@@ -238,20 +238,21 @@ KILLED = """
     mesh = zf.Mesh(dp=2)
     for step in range(100000):
         state = {f"w{k}": torch.full((500,), float(step)) for k in range(8)}
-        zf.save(sys.argv[1], {**state, "step": step}, mesh, step=step % 7, keep=3)
+        save = zf.save_async if sys.argv[2] == "beside" and step else zf.save
+        save(sys.argv[1], {**state, "step": step}, mesh, step=step % 7, keep=3)
         if not step:  # the first save imports what it needs
             print("ready", flush=True)
 """
 
 
-def kill_while_saving(folder: Path, times: int) -> None:
+def kill_while_saving(folder: Path, times: int, how: str) -> None:
     like = {**{f"w{k}": torch.zeros(500) for k in range(8)}, "step": 0}
     script = folder / "save.py"
     script.write_text(textwrap.dedent(KILLED))
     delays = torch.rand(times, generator=torch.Generator().manual_seed(0)) * 0.2
     for delay in delays.tolist():
         child = subprocess.Popen(
-            [sys.executable, script, folder / "run"], stdout=subprocess.PIPE, text=True
+            [sys.executable, script, folder / "run", how], stdout=subprocess.PIPE, text=True
         )
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -268,13 +269,15 @@ def kill_while_saving(folder: Path, times: int) -> None:
     assert zf.saved_steps(folder / "run")
 
 
-def test_a_kill_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, 2)
+@pytest.mark.parametrize("how", ["save", "beside"])
+def test_a_kill_leaves_whole_checkpoints(how: str, tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 1, how)
 
 
 @pytest.mark.slow
-def test_thirty_kills_leave_whole_checkpoints(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, 30)
+@pytest.mark.parametrize("how", ["save", "beside"])
+def test_thirty_kills_leave_whole_checkpoints(how: str, tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 30, how)
 
 
 def save_there(folder: Path, sizes: dict[str, int], stage: int) -> dict[str, torch.Tensor]:

@@ -90,7 +90,9 @@ from . import random
 from .modules import from_module, to_module
 
 # Checkpoints: a state of any mesh and stage, read on any other.
-from .checkpoint import load, save, saved_steps
+from .background import Saving
+from .checkpoint import load, save, save_async, saved_steps
+from .safetensors_files import export_safetensors, import_safetensors
 
 # Tracing a step into one graph.
 from .compiler import jit
@@ -102,8 +104,12 @@ from .planning import Plan, compare, eval_shape, plan
 
 # A ready-made step and loop, and logs of it.
 from .logs import csv_log, tensorboard_log
+from .resuming import Checkpoints
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
+
+# Processes, started from a notebook or a script.
+from .launching import RankError, launch
 
 # Inference: generation, batching, quantised weights, and students of larger models.
 from .inference.batching import Batcher
@@ -121,6 +127,7 @@ from .tree import register_dataclass
 __all__ = [
     "BFloat16",
     "Batcher",
+    "Checkpoints",
     "Codec",
     "ContinuousBatcher",
     "ErrorFeedback",
@@ -136,7 +143,9 @@ __all__ = [
     "PowerSGD",
     "Program",
     "Quantized",
+    "RankError",
     "Residency",
+    "Saving",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -171,6 +180,7 @@ __all__ = [
     "discard",
     "distillation_loss",
     "eval_shape",
+    "export_safetensors",
     "fit",
     "freeze",
     "from_module",
@@ -180,7 +190,9 @@ __all__ = [
     "grad",
     "grad_and_value",
     "hardware",
+    "import_safetensors",
     "jit",
+    "launch",
     "linear",
     "load",
     "local_slices",
@@ -209,6 +221,7 @@ __all__ = [
     "restore",
     "row_linear",
     "save",
+    "save_async",
     "saved_steps",
     "scale_by_adam",
     "scale_by_learning_rate",

@@ -1,4 +1,4 @@
-"""The command line: ``zero-fn demo``, ``generate`` and ``serve``."""
+"""The command line: ``zero-fn demo``, ``run``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .inference import commands as inference
+from .launching import scripts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "local_sliding_window",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    demo.add_argument("--save", type=Path, metavar="FOLDER", help="where checkpoints are kept")
+    demo.add_argument("--save-every", type=_positive, default=50, help="steps between them")
+    demo.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
+    )
+    scripts.add_command(commands)
     inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
     command = given["command"]
     try:
         if command in inference.COMMANDS:
             return inference.run(given)
+        if command == "run":
+            return scripts.run(given)
         del given["command"]
 
         from .demo import Options, run  # here, so that --help is quick

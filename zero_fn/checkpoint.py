@@ -5,7 +5,8 @@ What is saved are whole tensors under their key paths, each rank writing the box
 number of ranks are nowhere in the files, and a load reads the boxes that its own mesh wants.
 
 A checkpoint appears under its name only when it is complete: it is written to a hidden folder,
-flushed, and renamed.
+flushed, and renamed. ``save_async`` does the same beside the steps that follow, from a copy (see
+``background``).
 """
 
 import json
@@ -21,17 +22,22 @@ import torch
 import torch.distributed as dist
 
 from . import tree
+from .background import Saving, finish, group_of, settle, start
 from .collectives import agreed
 from .mesh import Mesh
 from .pipelining.staging import Look
 from .ranks import spmd
-from .regions import Whole, find_wholes, is_general, leaf_names
+from .regions import Box, Whole, find_wholes, is_general, leaf_names
 from .sharding import Replicated, Sharded
 from .tree import PyTree, Tensor
 
 _VALUES = "values.json"
 _NAME = re.compile(r"step-(\d+)")
 _PLAIN = (bool, int, float, str)
+
+
+class DamagedError(ValueError):
+    """Files of a checkpoint that are missing, cut short or unreadable."""
 
 
 def save(
@@ -59,13 +65,55 @@ def save(
     >>> zf.load(folder, {"w": torch.zeros(3), "batch": 0}, mesh)
     {'w': tensor([1., 1., 1.]), 'batch': 17}
     """
+    finish()
+    _planned(folder, state, mesh, step, keep)(None)
+
+
+def save_async(
+    folder: str | os.PathLike[str], state: PyTree, mesh: Mesh, *, step: int, keep: int | None = None
+) -> Saving:
+    """Like :func:`save`, and goes on while the files are written; all ranks call it.
+
+    It returns when this rank's share of the state is copied to the host's memory, so that the next
+    step may donate the state. One save is under way at a time: the next one, of either kind, waits
+    for it. A Python process that ends writes to the end before.
+
+    Returns:
+        A handle: ``wait()`` until the checkpoint is there, ``done()`` asks. What went wrong is
+        raised by ``wait()``, or else by the next save.
+
+    Raises:
+        As :func:`save`, and what went wrong in the save before.
+
+    >>> import tempfile, torch, zero_fn as zf
+    >>> mesh, folder = zf.Mesh(dp=2), tempfile.mkdtemp()
+    >>> saving = zf.save_async(folder, {"w": torch.ones(3)}, mesh, step=5)
+    >>> saving.wait()
+    >>> zf.saved_steps(folder)
+    [5]
+    """
+    finish()
+    write = _planned(folder, state, mesh, step, keep, on_host=True)
+    group = None if is_alone(mesh) else group_of(mesh)
+    return start(lambda: write(group), f"step {step} to {folder}")
+
+
+def _planned(
+    folder: str | os.PathLike[str],
+    state: PyTree,
+    mesh: Mesh,
+    step: int,
+    keep: int | None,
+    on_host: bool = False,
+) -> Callable[[Any], None]:
+    """What writes the checkpoint, speaking with other ranks over the group that it is given."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; it must be an int of 0 or more")
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; it must be 1 or more, or None to keep all")
     from .storage import write  # here, since torch.distributed.checkpoint is slow to import
 
-    wholes = find_wholes(_without_general(state, mesh), mesh)
+    wholes = find_wholes(without_general(state, mesh), mesh)
     tensors = {path: x for path, x in wholes.items() if isinstance(x, Whole)}
     values = {path: x for path, x in wholes.items() if not isinstance(x, Whole)}
     for path, value in values.items():
@@ -74,6 +122,8 @@ def save(
                 f"the state at {path!r} is {value!r}; a checkpoint holds tensors and values of "
                 "bool, int, float and str: convert it, or keep it out of the state"
             )
+    if on_host:
+        tensors = {path: _on_host(whole) for path, whole in tensors.items()}
     root, name = Path(folder), f"step-{step:08d}"
     hidden = root / f".{name}"
 
@@ -102,9 +152,21 @@ def save(
             os.rename(root / f"step-{old:08d}", gone)  # removing a folder takes many steps
             shutil.rmtree(gone)
 
-    _on_first(begin, mesh)
-    write(hidden, tensors, alone=_alone(mesh))
-    _on_first(publish, mesh)
+    def written(group: Any) -> None:
+        _on_first(begin, mesh, group)
+        write(hidden, tensors, alone=is_alone(mesh), group=group)
+        _on_first(publish, mesh, group)
+
+    return written
+
+
+def _on_host(whole: Whole) -> Whole:
+    """The same values in the host's memory, which nobody else writes to."""
+
+    def copy(box: Box) -> Box:
+        return box._replace(local=box.local.detach().to("cpu", copy=True))
+
+    return whole._replace(boxes=[copy(box) for box in whole.boxes])
 
 
 def load(
@@ -116,6 +178,8 @@ def load(
     fresh: Sequence[str] = (),
 ) -> PyTree:
     """Read a checkpoint, of any mesh and stage, as a state of this mesh; all ranks call it.
+
+    A save under way is waited for.
 
     Args:
         folder: where the checkpoints are. Load only those you trust: torch's index is a pickle.
@@ -132,43 +196,45 @@ def load(
     Raises:
         FileNotFoundError: if there is no such checkpoint, with those that there are.
         ValueError: with every key path that is missing, unknown, of another shape, dtype or type,
-            and every file that is missing or cut short.
+            and every file that is missing or cut short; a :class:`DamagedError` if nothing but
+            files is wrong.
     """
     from .storage import read, read_index
 
+    settle()
     path = _find(Path(folder), step)
-    plain = _without_general(like, mesh)
-    leaves, treedef = tree.flatten(plain)
-    copies: dict[int, Any] = {}
-    for x in leaves:
-        if isinstance(x, Tensor) and id(x) not in copies:
-            copies[id(x)] = x.detach().clone(memory_format=torch.contiguous_format)
-    result = tree.unflatten(treedef, [copies.get(id(x), x) for x in leaves])
+    result = copied(without_general(like, mesh))
     wholes = find_wholes(result, mesh)
-    wanted = {name: x for name, x in wholes.items() if not _matches(name, fresh)}
+    wanted = {name: x for name, x in wholes.items() if not matches(name, fresh)}
     tensors = {name: x for name, x in wanted.items() if isinstance(x, Whole)}
-    everywhere = set().union(*_from_all(set(wholes), mesh))
+    everywhere = set().union(*ranks_values(set(wholes), mesh))
     values: dict[str, Any] = {}
+    found: list[str] = []
     try:
         index, damage = read_index(path)
         values = json.loads((path / _VALUES).read_text())
-        found = damage + _differences(index, values, wanted, everywhere, fresh)
+        found = _differences(index, values, wanted, everywhere, fresh)
     except Exception as error:  # an index that is damaged raises anything
-        found = [f"its index cannot be read: {error!r}"]
-    found = sorted(set().union(*map(set, _from_all(found, mesh))))
-    if found:
-        lines = "\n".join(f"  {line}" for line in found)
+        damage = [f"its index cannot be read: {error!r}"]
+    everyone = ranks_values((found, damage), mesh)
+    found = sorted({line for lines, _ in everyone for line in lines})
+    damage = sorted({line for _, lines in everyone for line in lines})
+    if found or damage:
+        lines = "\n".join(f"  {line}" for line in damage + found)
+        text = f"the checkpoint {path} does not fit, and nothing was loaded:\n{lines}"
+        if not found:
+            raise DamagedError(text)
         raise ValueError(
-            f"the checkpoint {path} does not fit, and nothing was loaded:\n{lines}\n"
+            f"{text}\n"
             "leaves that may differ stay as they are in `like` with zf.load(..., fresh=[pattern])"
         )
-    read(path, tensors, alone=_alone(mesh))
+    read(path, tensors, alone=is_alone(mesh))
     leaves, treedef = tree.flatten(result)
     leaves = [
         values[name] if name in wanted and name not in tensors else x
         for name, x in zip(leaf_names(result), leaves, strict=True)
     ]
-    return _cut_again(tree.unflatten(treedef, leaves), like, mesh)
+    return cut_again(tree.unflatten(treedef, leaves), like, mesh)
 
 
 def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
@@ -176,6 +242,29 @@ def saved_steps(folder: str | os.PathLike[str]) -> list[int]:
     root = Path(folder)
     names = [p.name.removeprefix(".replaced-") for p in root.iterdir()] if root.is_dir() else []
     return sorted({int(m[1]) for m in map(_NAME.fullmatch, names) if m})
+
+
+def set_aside(folder: str | os.PathLike[str], step: int) -> None:
+    """Rename a checkpoint, so that it does not count among the saved ones any more."""
+    path, aside = _find(Path(folder), step), Path(folder) / f"damaged-step-{step:08d}"
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+
+
+def look(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, by key path: the :class:`Look` of each tensor, and plain values.
+
+    Raises:
+        FileNotFoundError: if there is no such checkpoint, with those that there are.
+        DamagedError: if its index cannot be read.
+    """
+    from .storage import read_index
+
+    path = _find(Path(folder), step)
+    try:
+        return {**read_index(path)[0], **json.loads((path / _VALUES).read_text())}
+    except Exception as error:
+        raise DamagedError(f"the index of {path} cannot be read: {error!r}") from error
 
 
 def _find(root: Path, step: int | None) -> Path:
@@ -188,7 +277,7 @@ def _find(root: Path, step: int | None) -> Path:
     return root / name if (root / name).exists() else root / f".replaced-{name}"
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
+def matches(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
@@ -204,7 +293,7 @@ def _differences(
     lines = [
         f"{name!r} is in the checkpoint and not in `like`"
         for name in saved
-        if name not in everywhere and not _matches(name, fresh)
+        if name not in everywhere and not matches(name, fresh)
     ]
     for name, x in wanted.items():
         if name not in saved:
@@ -229,7 +318,17 @@ def _is_sharded(node: Any) -> bool:
     return isinstance(node, Sharded)
 
 
-def _without_general(state: PyTree, mesh: Mesh) -> PyTree:
+def copied(state: PyTree) -> PyTree:
+    """The same state in memory of its own; ties stay ties."""
+    leaves, treedef = tree.flatten(state)
+    copies: dict[int, Any] = {}
+    for x in leaves:
+        if isinstance(x, Tensor) and id(x) not in copies:
+            copies[id(x)] = x.detach().clone(memory_format=torch.contiguous_format)
+    return tree.unflatten(treedef, [copies.get(id(x), x) for x in leaves])
+
+
+def without_general(state: PyTree, mesh: Mesh) -> PyTree:
     """The state with what schemes of a user's own cut gathered: they promise nothing else."""
     if not any(map(is_general, _sharded(state))):
         return state
@@ -243,7 +342,7 @@ def _without_general(state: PyTree, mesh: Mesh) -> PyTree:
     return spmd(lambda s: tree.map(whole, s, is_leaf=_is_sharded), mesh, data_axes=())(state)
 
 
-def _cut_again(plain: PyTree, like: PyTree, mesh: Mesh) -> PyTree:
+def cut_again(plain: PyTree, like: PyTree, mesh: Mesh) -> PyTree:
     cuts = [node.cut if is_general(node) else None for node in _sharded(like)]
     if not any(cuts):
         return plain
@@ -266,20 +365,20 @@ def _sharded(state: PyTree) -> list[Sharded]:
     return [node for node in tree.leaves(state, _is_sharded) if _is_sharded(node)]
 
 
-def _alone(mesh: Mesh) -> bool:
+def is_alone(mesh: Mesh) -> bool:
     return mesh.interpreter != "processes" or mesh.size == 1
 
 
-def _from_all(value: Any, mesh: Mesh) -> list[Any]:
+def ranks_values(value: Any, mesh: Mesh, group: Any = None) -> list[Any]:
     """Every rank's value."""
-    if _alone(mesh):
+    if is_alone(mesh):
         return [value]
     values: list[Any] = [None] * mesh.size
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def _on_first(f: Callable[[], None], mesh: Mesh) -> None:
+def _on_first(f: Callable[[], None], mesh: Mesh, group: Any = None) -> None:
     """Run ``f`` on rank 0 while the others wait; what it raises, all raise."""
     error = None
     if mesh.rank == 0:
@@ -287,7 +386,7 @@ def _on_first(f: Callable[[], None], mesh: Mesh) -> None:
             f()
         except Exception as raised:
             error = raised
-    (first, *_) = _from_all(error, mesh)
+    (first, *_) = ranks_values(error, mesh, group)
     if first is not None:
         raise first
 

@@ -15,6 +15,7 @@ import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from . import disk
+from .agreeing import Comparison
 from .naming import suggestion
 from .passes import BUILT_IN, Pass
 from .program import TENSOR, Program, Static, describe, join, split, trace
@@ -52,6 +53,8 @@ def jit(
     Raises:
         ValueError: for an unknown compiler or pass; at a call, for a donated tensor that is used
             again, or a tensor with ``requires_grad``.
+        RuntimeError: at a call on processes, where the ranks' programs would not exchange the
+            same; on every rank, before the program runs.
         TypeError: at a call, for a leaf that is neither a tensor nor hashable.
     """
     if compiler not in ("eager", "inductor"):
@@ -82,6 +85,7 @@ class Jitted:
         functools.update_wrapper(self, f)
         self.f, self.donate, self.compiler, self.passes = f, donate, compiler, passes
         self.programs: dict[Signature, tuple[Program, Callable[..., Any]]] = {}
+        self.comparison = Comparison()
 
     def __call__(self, *args: Any) -> Any:
         if _inside_transform():
@@ -96,6 +100,7 @@ class Jitted:
             if self.programs:
                 _log.info("%s is traced again: %s", self.__name__, self._reason(signature, args))
             program = self.trace(*args)
+            self.comparison.check(program, self.__name__)
             found = program, _executable(program, self.compiler)
             self.programs[signature] = found
         program, run = found

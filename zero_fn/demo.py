@@ -19,14 +19,17 @@ from rich.table import Table
 
 from . import tree
 from .accumulation import accumulate
+from .checkpoint import saved_steps
 from .collectives import all_gather_invariant, pmean
 from .compiler import jit
+from .inference.model_files import save_config
 from .kernels import Layout
 from .mesh import Mesh
 from .models import gpt
 from .optim import adamw, onebit_adam, warmup_cosine
 from .pipelining.run import pipeline
 from .ranks import spmd
+from .resuming import Checkpoints
 from .sharding import unshard
 from .slicing import local_slices, slice_params
 from .states import TrainState
@@ -57,6 +60,9 @@ class Options(NamedTuple):
     text: Path | None = None
     compress: str | None = None
     attention: str = "dense"  # one of ATTENTIONS
+    save: Path | None = None  # the folder of checkpoints
+    save_every: int = 50
+    resume: bool = False
 
 
 def run(options: Options) -> int:
@@ -117,7 +123,7 @@ def run(options: Options) -> int:
         )
     state = init(params)
     batches = [sample(trained, rows, config.length, seed) for seed in range(options.steps)]
-    state, losses = fit(step, state, batches)
+    state, losses = fit(step, state, batches, checkpoint=_checkpoints(options, config, mesh))
 
     def own_loss(params: PyTree, batch: Batch) -> Tensor:
         return whole_loss(local_slices(params), batch)
@@ -161,6 +167,24 @@ def run(options: Options) -> int:
     elif options.compress is not None:
         tolerance = COMPRESSED_TOLERANCE
     return check(console, config, batches[:checked], losses, options.steps, clip, tolerance)
+
+
+def _checkpoints(options: Options, config: gpt.Config, mesh: Mesh) -> Checkpoints | None:
+    """Where the run is saved, with what ``zero-fn generate`` wants to know of the model."""
+    if options.save is None:
+        if options.resume:
+            raise ValueError("--resume goes on from --save FOLDER, which is missing")
+        return None
+    steps = saved_steps(options.save)
+    if steps and not options.resume:
+        raise ValueError(
+            f"--save {options.save}: there are checkpoints of the steps {steps}; go on from them "
+            "with --resume, or take another folder"
+        )
+    if not mesh.rank:
+        other = {} if options.attention == "dense" else {"attention": options.attention}
+        save_config(options.save, config, **other)
+    return Checkpoints(options.save, mesh, every=options.save_every, keep=2)
 
 
 def layout_of(name: str, length: int) -> Layout:

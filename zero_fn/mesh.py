@@ -138,6 +138,7 @@ class Mesh:
             raise ValueError(f"backend is {backend!r}; it is 'processes', 'simulated' or None")
         self.shape: dict[str, int] = dict(axes)
         self.size: int = math.prod(axes.values())
+        self.timeout = timeout
         launched = dist.is_available() and (
             dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
         )
@@ -150,6 +151,7 @@ class Mesh:
         """The same axes as sizes only: ``spmd`` on it runs rank 0's program on fake tensors."""
         mesh = object.__new__(Mesh)
         mesh.shape, mesh.size, mesh.interpreter = dict(self.shape), self.size, "abstract"
+        mesh.timeout = self.timeout
         mesh._axes = {name: Axis(name, size, group=name) for name, size in self.shape.items()}
         return mesh
 
@@ -184,11 +186,14 @@ class Mesh:
         if self.size == 1:
             return
         limit = None if timeout is None else timedelta(seconds=timeout)
+        global _limit
+        _limit = limit or _DEFAULT_LIMIT
         if not dist.is_initialized():
             cuda = torch.cuda.is_available()
             if cuda:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=limit)
+            backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+            dist.init_process_group(backend, timeout=limit, **_store_of_restart())
             atexit.register(_close)
         ranks = torch.arange(self.size).reshape([*self.shape.values()])
         here = (ranks == dist.get_rank()).nonzero()[0].tolist()
@@ -213,6 +218,40 @@ def is_gloo(group: str, device: torch.device) -> bool:
     return "gloo" in found._get_backend(device).name()
 
 
+def ranks_of(group: str) -> list[int] | None:
+    """The ranks of the process group of that name; None if there is none, as on abstract ranks."""
+    if not dist.is_initialized():
+        return None
+    try:
+        found: Any = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+    return dist.get_process_group_ranks(found)
+
+
+def meeting_place() -> tuple[Any, int, float]:
+    """The store by which processes found each other, this one's rank, and seconds to wait."""
+    store = dist.distributed_c10d._get_default_store()
+    return store, dist.get_rank(), _limit.total_seconds()
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """Under torchrun on one host, a part of its store for this start of the ranks alone.
+
+    torch 2.13 keeps the store over restarts, and ranks would find the addresses of those that are
+    gone. Hosts count restarts each by itself, so that ranks of several cannot agree on a name.
+    """
+    found = os.environ
+    alone = found.get("LOCAL_WORLD_SIZE") == found.get("WORLD_SIZE")
+    if found.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not alone:
+        return {}
+    where = found["MASTER_ADDR"], int(found["MASTER_PORT"])
+    store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
+    start = f"start {found.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    ranks = {"rank": int(found["RANK"]), "world_size": int(found["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(start, store), **ranks}  # type: ignore[attr-defined]
+
+
 def process_place() -> tuple[int, int]:
     """This process' rank, and how many there are; (0, 1) before any group is made."""
     joined = dist.is_available() and dist.is_initialized()
@@ -231,6 +270,9 @@ def least_over_processes(number: int) -> int:
 def _processes(count: int) -> str:
     return f"{count} process" + "es" * (count != 1)
 
+
+_DEFAULT_LIMIT = timedelta(minutes=30)  # torch's
+_limit = _DEFAULT_LIMIT  # how long ranks wait for each other; the newest mesh's
 
 _groups: dict[tuple[tuple[int, ...], ...], str] = {}
 

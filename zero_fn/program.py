@@ -123,7 +123,7 @@ class Program:
         node = [*self.graph_module.graph.nodes][place]
         inputs = sum(nbytes(node) for node in self._inputs())
         moment = moments[place]
-        return Peak(moment.bytes, moment.parts, inputs, moment.operation, _line_of(node))
+        return Peak(moment.bytes, moment.parts, inputs, moment.operation, line_of(node))
 
     def _inputs(self) -> dict[Node, str]:
         """The part of memory that each input belongs to: by its key path, else by its use."""
@@ -264,7 +264,7 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
     name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     arguments = [_shown(x) for x in node.args]
     collective = accounting.kind_of(node)
-    notes = [_line_of(node)]
+    notes = [line_of(node)]
     if collective is not None:
         axis, ranks = axes.get(str(node.args[-1]), (node.args[-1], 1))
         name, arguments = collective, [_shown(node.args[0]), f"{axis}={ranks}"]
@@ -275,7 +275,8 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
     return f"{node.name}{kind} = {name}({', '.join(arguments)})" + (f"  # {note}" if note else "")
 
 
-def _line_of(node: Node) -> str:
+def line_of(node: Node) -> str:
+    """The user's line that an operation comes from."""
     return node.meta.get("stack_trace", "")
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as read_boxes
-from torch.distributed.checkpoint.state_dict_saver import save as write_boxes
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict as write_boxes
 
 from .pipelining.staging import Look
 from .regions import Box, Whole
@@ -37,11 +37,14 @@ from .tree import Tensor
 _ALONE = "torch.distributed is disabled"  # that one process saves alone is meant
 
 
-def write(path: Path, wholes: dict[str, Whole], *, alone: bool) -> None:
-    """Write the boxes of all ranks; they are on the disk when it returns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        write_boxes(wholes, storage_writer=FileSystemWriter(path), planner=_Writes(), no_dist=alone)
+def write(path: Path, wholes: dict[str, Whole], *, alone: bool, group: Any = None) -> None:
+    """Write the boxes of all ranks; they are on the disk when it returns.
+
+    The public function warns where one process saves alone, and a thread cannot silence a warning
+    for itself only: hence torch's own below it.
+    """
+    writer = FileSystemWriter(path)
+    write_boxes(wholes, writer, process_group=group, no_dist=alone, planner=_Writes())
 
 
 def read(path: Path, wholes: dict[str, Whole], *, alone: bool) -> None:

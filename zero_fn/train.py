@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .optim import (
 from .pipelining.run import Pipeline
 from .precision import LossScale, Policy, all_finite, cast_floats, select
 from .ranks import spmd
+from .resuming import Checkpoints, Keeper
 from .sharding import Scheme, shard, unshard
 from .slicing import Rules, local_slices, slice_params
 from .states import Train, TrainState
@@ -302,6 +303,7 @@ def fit(
     log: Log | None = None,
     flops_per_token: float | None = None,
     peak_flops: float | None = None,
+    checkpoint: Checkpoints | None = None,
 ) -> tuple[PyTree, list[float]]:
     """Run a step over batches, showing the loss and the tokens a second.
 
@@ -320,17 +322,28 @@ def fit(
             ``zf.csv_log("run.csv")``.
         flops_per_token: see :class:`zero_fn.logs.Meter`.
         peak_flops: see there.
+        checkpoint: where the run is saved, and how often, :class:`zero_fn.Checkpoints`. A run that
+            was saved there goes on from its newest checkpoint that is whole, with the same data
+            and random numbers: ``state`` and ``batches`` are those of the run's beginning.
 
     Returns:
-        The last state, and the loss at each step.
+        The last state, and the loss at each step, those of the run before included.
 
     Raises:
         TypeError: if the step's second result holds no loss.
     """
-    values: list[Tensor] = []
-    bar = _bar(batches, total, unit="step", disable=not show or _rank() != 0)
+    values: list[Tensor | float] = []
+    keeper = None if checkpoint is None else Keeper(checkpoint)
+    total = len(batches) if total is None and isinstance(batches, Sized) else total
+    if keeper is None:
+        batches = iter(batches)  # once: each time may draw from a random generator
+    else:
+        state, batches, values = keeper.resume(state, batches)
+    bar = _bar(batches, total, initial=len(values), unit="step", disable=not show or _rank() != 0)
     start, tokens, shown, told = time.perf_counter(), 0, 0.0, 0
     meter = Meter(step, flops_per_token, peak_flops) if log is not None and not _rank() else None
+    if meter is not None:
+        meter.count = len(values)
     for batch in bar:
         if meter is not None:
             meter.before(state, batch)
@@ -340,16 +353,22 @@ def fit(
         tokens += count
         if meter is not None and log is not None:
             log(meter.after(value if isinstance(value, dict) else {"loss": value}, count))
+        if keeper is not None and keeper.due(len(values)):
+            values = [float(x) for x in values]
+            keeper.save(state, [float(x) for x in values])
         elapsed = time.perf_counter() - start
         if elapsed - shown > 0.2:  # reading a loss waits for the device
             shown = elapsed
-            bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {float(values[-1]):.4f}, {tokens / elapsed:,.0f} tokens/s")
             told = _tell_if_stuck(value, told)
-    if values:
-        bar.set_postfix_str(f"loss {values[-1].item():.4f}, {tokens / elapsed:,.0f} tokens/s")
+    if tokens:
+        bar.set_postfix_str(f"loss {float(values[-1]):.4f}, {tokens / elapsed:,.0f} tokens/s")
         _tell_if_stuck(value, told)
     bar.close()
-    return state, [value.item() for value in values]
+    losses = [float(x) for x in values]
+    if keeper is not None:
+        keeper.close(state, losses)
+    return state, losses
 
 
 def _tell_if_stuck(value: Any, told: int) -> int:

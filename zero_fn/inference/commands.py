@@ -45,7 +45,10 @@ def add_commands(commands: Any) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="a folder that save_model wrote"
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="a folder of `demo --save`, or that save_model wrote",
     )
     parser.add_argument("--quantize", choices=("int8", "int4", "fp8"), help="quantise the weights")
     parser.add_argument(
