@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn import disk, tree
+from zero_fn import chunks, disk, tree
 
 from .processes import run_on_processes
 
@@ -78,7 +78,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a page, so that leaves have several."""
-    monkeypatch.setattr(disk, "CHUNK", disk.PAGE)
+    monkeypatch.setattr(chunks, "CHUNK", disk.PAGE)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -134,7 +134,7 @@ def test_large_leaves_go_by_chunks(folder: Path) -> None:
 
 
 def on_processes(folder: Path) -> list[float]:
-    disk.CHUNK = disk.PAGE
+    chunks.CHUNK = disk.PAGE
     mesh = zf.Mesh(dp=2)
     expected, losses = trained(lambda s: s, steps=6, mesh=mesh, stage=3)
     found, found_losses = trained(lambda s: zf.offload(s, folder), steps=6, mesh=mesh, stage=3)

@@ -148,6 +148,7 @@ ROOMS = [
     "optim",
     "precision",
     "disk",
+    "chunks",
     "streaming",
     "graphs",
     "pipelining",

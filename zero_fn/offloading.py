@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from . import disk, tree
+from . import chunks, disk, tree
 from .mesh import least_over_processes, process_place
 from .naming import size_of
 from .program import join, split, trace
@@ -63,7 +63,7 @@ def offload(
 
         def fill(files: list[Tensor]) -> None:
             for file, (_, x) in zip(files, chosen.values(), strict=True):
-                disk.write(file, x)
+                chunks.write(file, x)
 
         made = disk.create(target, list(chosen.values()), fill) if chosen else []
     else:
@@ -132,7 +132,7 @@ class _Storing(torch.fx.Interpreter):
         value = super().run_node(n)
         if n not in self.files:
             return value
-        disk.write(self.files[n], value)
+        chunks.write(self.files[n], value)
         return self.files[n]
 
 
