@@ -25,6 +25,7 @@ from .collectives import (
 # Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
 from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
+from .activations import activation_offload
 from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
@@ -145,6 +146,7 @@ __all__ = [
     "Train",
     "TrainState",
     "accumulate",
+    "activation_offload",
     "adam",
     "adamw",
     "add_decayed_weights",

@@ -170,17 +170,27 @@ def _flops(node: Node) -> int:
     return 0
 
 
-def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
-    """What is alive while each operation runs.
+def on_host(graph: Graph) -> set[Node]:
+    """What lives in the host's memory: what is moved there, and beside a device all on a CPU."""
+    nodes = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    cpu = {node for node in nodes if node.meta["val"].device.type == "cpu"}
+    moved = {node for node in cpu if op_name(node) == "zero_fn::to_host"}
+    return cpu if len(cpu) < len(nodes) else moved
+
+
+def timeline(graph: Graph, inputs: Mapping[Node, str], host: bool = False) -> list[Moment]:
+    """What is alive on the device while each operation runs, or with ``host`` in the host's memory.
 
     Inputs are alive throughout; what an operation makes, from there to its last use, and what a
     collective sends, until its result is waited for. Views count once, with what they look at.
 
     Args:
         graph: the graph.
-        inputs: the part that each input belongs to.
+        inputs: the part that each input belongs to; those on disk left out.
+        host: whether to count the host's memory.
     """
     nodes = [*graph.nodes]
+    there = on_host(graph)
     last: dict[Node, int] = {}
     for place, node in enumerate(nodes):
         sent = node.args[0].all_input_nodes if node.target is WAIT else []
@@ -189,12 +199,15 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
     belongs = _parts_of(nodes, inputs)
     alive = dict.fromkeys(PARTS, 0)
     for node, part in inputs.items():
-        alive[part] += nbytes(node)
+        if (node in there) is host:
+            alive[part] += nbytes(node)
     ending: dict[int, list[tuple[str, int]]] = {}
     moments = []
     for place, node in enumerate(nodes):
         if node.op == "call_function" and not is_alias(node) and not is_item(node):
             for result, size in parts(node):
+                if (result in there) is not host:
+                    continue
                 part = belongs.get(node, "other")
                 alive[part] += size
                 ending.setdefault(last.get(result, place), []).append((part, size))
