@@ -97,6 +97,7 @@ def test_the_public_names_are_these() -> None:
         *("column_linear", "row_linear", "vocab_embedding", "vocab_cross_entropy"),
         *("Optimizer", "adam", "adamw", "sgd", "chain", "clip_by_global_norm", "global_norm"),
         *("add_decayed_weights", "apply_updates", "scale_by_adam", "scale_by_learning_rate"),
+        *("delayed_update",),
         *("constant", "warmup_cosine", "warmup_linear"),
         *("warmup_lr", "warmup_decay_lr", "warmup_cosine_lr"),
         *("Policy", "policy", "LossScale", "all_finite", "select"),
