@@ -93,6 +93,21 @@ def writing() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+def ahead(x: Tensor, nbytes: int) -> None:
+    """Let the system read the first bytes of a tensor's file, and do not wait for it."""
+    place = place_of(x)
+    if place is None:
+        return
+    try:
+        fd = os.open(place.file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, min(nbytes, x.nbytes), os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise named(error, str(place.file)) from error
+
+
 def write(target: Tensor, x: Tensor) -> None:
     """Copy a tensor to one on disk, by chunks, synced as it goes."""
     if not x.numel():

@@ -1,7 +1,8 @@
 """Updates of leaves on disk, as ops that a traced step calls: chunk by chunk, slot to slot.
 
 ``zero_fn::next_slot`` gives the tensor that takes a leaf's next value, ``zero_fn::store_`` writes a
-value there, and ``zero_fn::adamw_stream_`` is a step of Adam that reads moments (and parameters)
+value there, ``zero_fn::read_ahead`` tells the system of a read to come, and
+``zero_fn::adamw_stream_`` is a step of Adam that reads moments (and parameters)
 from one slot and writes the other. It computes what ``zero_fn::adamw_`` computes, element by
 element, so that trajectories are the same bit for bit. At most two chunks are in memory: one is
 computed while the other is written.
@@ -35,6 +36,11 @@ def _store_(slot: Tensor, x: Tensor) -> None:
     chunks.write(slot, x)
 
 
+@torch.library.custom_op("zero_fn::read_ahead", mutates_args=())
+def _read_ahead(x: Tensor) -> None:
+    chunks.ahead(x, x.nbytes)
+
+
 def _adamw_stream_(
     new: Sequence[Tensor], grads: Sequence[Tensor], old: Sequence[Tensor], *rest: Any
 ) -> None:
@@ -53,6 +59,8 @@ def _adamw_stream_(
     for leaf, g in enumerate(grads):
         slots, parts = new[leaf::n], values[leaf::n]
         one = options._replace(weight_decay=[options.weight_decay[leaf]])
+        for following in values[leaf + 1 :: n] if leaf + 1 < n else ():
+            chunks.ahead(following, chunks.CHUNK)
         _stream(slots, parts, g, one)
 
 
