@@ -120,6 +120,37 @@ def parts(node: Node) -> list[tuple[Node, int]]:
     return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
 
 
+def arrivals(graph: Graph) -> list[Node]:
+    """Where what lay on the host is on the device, cast for its use, and no gather reads it."""
+    found = []
+    for node in graph.nodes:
+        if _crossing(node) == "there" and origin(node).op == "placeholder":
+            end = step = node
+            while len(step.users) == 1 and (is_view(*step.users) or _is_copy(*step.users)):
+                (step,) = step.users
+                end = step if _is_copy(step) else end
+            if not any(user.target is ALL_GATHER for user in readers(end)):
+                found.append(end)
+    return found
+
+
+def departures(graph: Graph) -> list[Node]:
+    """The copies from a device to the host."""
+    return [node for node in graph.nodes if _crossing(node) == "back"]
+
+
+def _is_copy(node: Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def _crossing(node: Node) -> str:
+    """Whether a copy goes from the host to a device, or back."""
+    if not _is_copy(node):
+        return ""
+    before, after = (x.meta["val"].device.type == "cpu" for x in (node.args[0], node))  # type: ignore[union-attr]
+    return {(True, False): "there", (False, True): "back"}.get((before, after), "")
+
+
 def movable(graph: Graph, targets: Collection[Any]) -> list[Node]:
     """The collectives of these kinds that a pass may move.
 

@@ -182,6 +182,20 @@ def discard(folder: Path) -> None:
     disk.discard(_own(folder))
 
 
+def brought(params: PyTree, batch: PyTree) -> PyTree:
+    """The parameters on the batch's device, where the loss computes; those that are there stay."""
+    devices = {x.device for x in tree.leaves(batch) if isinstance(x, Tensor)}
+    if len(devices) != 1:
+        return params
+    (device,) = devices
+    return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
+
+
+def taken_back(grads: PyTree, params: PyTree) -> PyTree:
+    """Each gradient where its parameter lives."""
+    return tree.map(lambda g, p: g.to(p.device) if isinstance(g, Tensor) else g, grads, params)
+
+
 class Resident(NamedTuple):
     """What lives at one place."""
 
