@@ -25,11 +25,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .tree import Tensor
 
 PAGE = 4096
 MANIFEST = "manifest.json"
+_PLANNED = "zero_fn_planned_in"
 _T = TypeVar("_T")
 _NAME = re.compile(r"(\d{5})\.([01])\.leaf")
 
@@ -60,9 +62,23 @@ def place_of(x: Tensor) -> Place | None:
     return Place(Path(folder), int(match[1]), int(match[2])) if match else None
 
 
+def folder_of(x: Tensor) -> Path | None:
+    """The folder that a tensor lies in, or would in a plan; None for one in memory."""
+    place = place_of(x)
+    return getattr(x, _PLANNED, None) if place is None else place.folder
+
+
 def is_on_disk(x: Tensor) -> bool:
-    """Whether a tensor's memory is a file of this room."""
-    return place_of(x) is not None
+    """Whether a tensor's memory is a file of this room, or that of a plan would be."""
+    return folder_of(x) is not None
+
+
+def planned(x: FakeTensor, folder: Path) -> Tensor:
+    """A tensor of a plan, which has no memory, that counts as one on disk; nothing is written."""
+    with x.fake_mode:
+        there = torch.empty_like(x, device="cpu")
+    setattr(there, _PLANNED, folder)
+    return there
 
 
 class Entry(NamedTuple):

@@ -6,7 +6,7 @@ A collective only starts where its node stands; its input is read, and its resul
 
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -120,10 +120,10 @@ def parts(node: Node) -> list[tuple[Node, int]]:
     return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
 
 
-def arrivals(graph: Graph) -> list[Node]:
+def arrivals(nodes: Iterable[Node]) -> list[Node]:
     """Where what lay on the host is on the device, cast for its use, and no gather reads it."""
     found = []
-    for node in graph.nodes:
+    for node in nodes:
         if _crossing(node) == "there" and origin(node).op == "placeholder":
             end = step = node
             while len(step.users) == 1 and (is_view(*step.users) or _is_copy(*step.users)):
@@ -134,9 +134,9 @@ def arrivals(graph: Graph) -> list[Node]:
     return found
 
 
-def departures(graph: Graph) -> list[Node]:
+def departures(nodes: Iterable[Node]) -> list[Node]:
     """The copies from a device to the host."""
-    return [node for node in graph.nodes if _crossing(node) == "back"]
+    return [node for node in nodes if _crossing(node) == "back"]
 
 
 def _is_copy(node: Node) -> bool:
@@ -145,9 +145,10 @@ def _is_copy(node: Node) -> bool:
 
 def _crossing(node: Node) -> str:
     """Whether a copy goes from the host to a device, or back."""
-    if not _is_copy(node):
+    source = node.args[0] if _is_copy(node) else None
+    if not isinstance(source, Node):
         return ""
-    before, after = (x.meta["val"].device.type == "cpu" for x in (node.args[0], node))  # type: ignore[union-attr]
+    before, after = (x.meta["val"].device.type == "cpu" for x in (source, node))
     return {(True, False): "there", (False, True): "back"}.get((before, after), "")
 
 

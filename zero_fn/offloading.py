@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from . import chunks, disk, tree
@@ -36,7 +37,8 @@ def offload(
             (``pathlib.Path``; made if it is missing): a memory-mapped file for each leaf. Each
             process uses a folder of its own in there. To come back, offload to ``"cpu"``.
         where: patterns of key paths as in ``fnmatch`` (``"opt_state.*"``), or a function of (key
-            path, leaf) that says which leaves move; None: all.
+            path, leaf) that says which leaves move; None: all. Tensors of a plan
+            (:func:`zero_fn.eval_shape`) only change their place; nothing is written.
         fraction: the part of those bytes that moves, 0 to 1: the largest leaves first, as long as
             they fit, so that the rest stays where it is (as in Twin-Flow of DeepSpeed).
 
@@ -59,7 +61,9 @@ def offload(
     if callable(state):
         return functools.partial(_made_there, state, target, where, fraction)
     chosen = {k: x for k, x in _chosen(state, where, fraction).items() if not _is_at(x[1], target)}
-    if isinstance(target, Path):
+    if any(isinstance(x, FakeTensor) for _, x in chosen.values()):
+        made = [_planned(x, target) for _, x in chosen.values()]
+    elif isinstance(target, Path):
 
         def fill(files: list[Tensor]) -> None:
             for file, (_, x) in zip(files, chosen.values(), strict=True):
@@ -256,9 +260,9 @@ def _own(folder: Path) -> Path:
 
 
 def _is_at(x: Tensor, target: torch.device | Path) -> bool:
-    place = disk.place_of(x)
-    if isinstance(target, Path) or place is not None:
-        return place is not None and place.folder == target
+    folder = disk.folder_of(x)
+    if isinstance(target, Path) or folder is not None:
+        return folder is not None and folder == target
     if target.type == "cpu" and torch.cuda.is_available():
         return x.is_pinned()
     return x.device.type == target.type and target.index in (None, x.device.index)
@@ -268,6 +272,15 @@ def _moved(x: Tensor, target: torch.device) -> Tensor:
     if target.type == "cpu" and torch.cuda.is_available():
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
     return x.to(target, copy=True)
+
+
+def _planned(x: Tensor, target: torch.device | Path) -> Tensor:
+    """Where a tensor of a plan, or of an abstract rank, would be."""
+    assert isinstance(x, FakeTensor)
+    if isinstance(target, Path):
+        return disk.planned(x, target)
+    with x.fake_mode:
+        return torch.empty_like(x, device=target)
 
 
 def _part(leaves: dict[int, tuple[str, Tensor]], fraction: float) -> dict[int, tuple[str, Tensor]]:
@@ -296,9 +309,9 @@ def _check_host(need: int) -> None:
 
 
 def _place(x: Tensor) -> str:
-    place = disk.place_of(x)
-    if place is not None:
-        return str(place.folder)
+    folder = disk.folder_of(x)
+    if folder is not None:
+        return str(folder)
     pinned = x.device.type == "cpu" and torch.cuda.is_available() and x.is_pinned()
     return "cpu (pinned)" if pinned else str(x.device)
 

@@ -30,7 +30,7 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 def reduce_early(program: Program) -> Program:
     """Reduce each gradient, and send it to its host, when it is complete: few are whole at once."""
     graph = program.graph_module.graph
-    for node in [*movable(graph, REDUCTIONS), *departures(graph)]:
+    for node in [*movable(graph, REDUCTIONS), *departures(graph.nodes)]:
         chain = [*prepared(node), node, *_waits(node)]
         place = _last_input(graph, chain)
         for part in chain:
@@ -52,7 +52,7 @@ def gather_late(program: Program) -> Program:
     place = order(graph)
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
-    for gather in [*movable(graph, {ALL_GATHER}), *arrivals(graph)]:
+    for gather in [*movable(graph, {ALL_GATHER}), *arrivals(graph.nodes)]:
         source = origin(gather)
         if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL
@@ -67,7 +67,10 @@ def gather_late(program: Program) -> Program:
             _let_go(held, repeated, room)
         _redirect(use, gather, held[gather])
     for gather in repeated:
+        chain = prepared(gather)
         _erase(gather)
+        for node in reversed(chain):
+            graph.erase_node(node)
     return program
 
 
