@@ -105,7 +105,7 @@ def _made_there(
     *args: Any,
 ) -> PyTree:
     """What ``f`` returns, each leaf moved as soon as it is computed."""
-    if not isinstance(target, Path):
+    if not isinstance(target, Path) or any(isinstance(x, FakeTensor) for x in tree.leaves(args)):
         return offload(f(*args), target, where=where, fraction=fraction)
     program = trace(f, args)
     *_, output = program.graph_module.graph.nodes
@@ -187,12 +187,16 @@ def discard(folder: Path) -> None:
 
 
 def brought(params: PyTree, batch: PyTree) -> PyTree:
-    """The parameters on the batch's device, where the loss computes; those that are there stay."""
+    """The parameters, those on the host on the batch's device, where the loss computes."""
     devices = {x.device for x in tree.leaves(batch) if isinstance(x, Tensor)}
-    if len(devices) != 1:
+    device = next(iter(devices), None)
+    if device is None or len(devices) > 1 or device.type == "cpu":
         return params
-    (device,) = devices
-    return tree.map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) and x.device.type == "cpu" else x
+
+    return tree.map(moved, params)
 
 
 def taken_back(grads: PyTree, params: PyTree) -> PyTree:

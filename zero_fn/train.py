@@ -179,7 +179,8 @@ def train_step(
 
         if compute is not None:
             batch = cast_floats(batch, compute)
-        here = state._replace(params=brought(state.params, batch))
+        params, held = brought((state.params, state.frozen), batch)
+        here = state._replace(params=params, frozen=held)
         grads, value, carried = gradient(here, batch)
         grads = taken_back(grads, state.params)
         if scale:
