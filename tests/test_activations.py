@@ -129,6 +129,17 @@ def test_a_value_that_several_operations_save_is_moved_once() -> None:
     ]
 
 
+def test_a_tensor_that_is_mapped_two_ways_is_two_values() -> None:
+    square = torch.arange(16, dtype=torch.float64).view(4, 4)
+    w = torch.linspace(-1, 1, 4, dtype=torch.float64)
+
+    def rows_and_columns(wrap: Wrap) -> Tensor:
+        f = wrap(lambda w, a, b: (w * a).sum() + (w * w * b).sum())
+        return vmap(lambda a, b: zf.grad(f)(w, a, b), (0, 1))(square, square)
+
+    assert torch.equal(rows_and_columns(zf.activation_offload), rows_and_columns(lambda f: f))
+
+
 def test_memory_that_is_used_again_is_another_value() -> None:
     """What was saved and is gone may leave its memory to the next value that is saved."""
 
