@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn import disk, tree
+from zero_fn import chunks, disk, tree
 
 SIZES = (5000, 7, 2051)
 
@@ -49,7 +49,7 @@ def made() -> tuple[zf.TrainState, Any]:
 
 
 def train(folder: Path) -> None:
-    disk.CHUNK = disk.PAGE  # many chunks, so that a kill falls between them
+    chunks.CHUNK = disk.PAGE  # many chunks, so that a kill falls between them
     state, step = made()
     if (folder / disk.MANIFEST).exists():
         state = zf.restore(state, folder)
@@ -65,7 +65,7 @@ def memory(folder: Path) -> None:
     """Initialise and take steps, with no room for moments beside parameters and gradients."""
     threading.stack_size(1 << 18)  # stacks count as data
     torch.set_num_threads(1)
-    disk.CHUNK = 2 << 20
+    chunks.CHUNK = 2 << 20
     leaves, rows, columns = 8, 1 << 15, 64
 
     def inputs(number: int) -> Tensor:
@@ -76,7 +76,7 @@ def memory(folder: Path) -> None:
     warm, _ = step(zf.offload(init, folder / "warm")({"0": torch.zeros(2, columns)}), inputs(0))
     del warm
     baseline = status("RssAnon")  # after what a first trace imports
-    allowed = 2 * disk.CHUNK + (20 << 20)  # the rest: the traced program, threads, the allocator
+    allowed = 2 * chunks.CHUNK + (20 << 20)  # the rest: the traced program, threads, the allocator
     room = status("VmData") + 2 * size + allowed
     resource.setrlimit(resource.RLIMIT_DATA, (room, room))
     if folder.name != "none":

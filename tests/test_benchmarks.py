@@ -30,6 +30,16 @@ def test_adam_on_a_cpu() -> None:
     assert "2,664 values" in out
 
 
+def test_offload(tmp_path: Path) -> None:
+    out = run(
+        "tests.benchmarks.offload", "--millions", "0.1", "--disk-millions", "0.1", "--folder",
+        str(tmp_path), "--repeats", "1", "--threads", "1",
+    )  # fmt: skip
+    assert "zf.jit(update, donate=0)" in out
+    assert "a sequential copy" in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_attention_on_a_cpu() -> None:
     out = run(
         "tests.benchmarks.attention", "--lengths", "512", "--heads", "1", "--repeats", "1",

@@ -251,3 +251,27 @@ def test_an_outer_jvp_is_silenced_inside_a_functions_jvp() -> None:
     assert second(Sine.apply, x).tolist() == [0, 0], tell(
         "forward derivatives stay on inside a Function's jvp; remat's may use plain operations"
     )
+
+
+def test_hooks_for_saved_tensors_work_inside_one_derivative_and_fail_silently_inside_two() -> None:
+    """What zf.activation_offload stands on, and why it moves nothing inside two derivatives."""
+    hooks = torch._C._autograd  # type: ignore[attr-defined]
+
+    def hooked(x: Tensor) -> Tensor:
+        refused = hooks._saved_tensors_hooks_get_disabled_error_message()
+        assert refused is not None
+        hooks._saved_tensors_hooks_enable()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                return x.sin().exp()
+        finally:
+            hooks._saved_tensors_hooks_disable(refused, False)
+
+    x = torch.tensor(0.3, dtype=torch.float64)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    grad = torch.func.grad
+    assert torch.equal(grad(hooked)(x), grad(plain)(x))
+    assert not torch.allclose(grad(grad(hooked))(x), grad(grad(plain))(x))

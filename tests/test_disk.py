@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zero_fn as zf
-from zero_fn import disk
+from zero_fn import chunks, disk
 
 from .offloaded_runs import batch, digest, made
 
@@ -96,7 +96,7 @@ def test_a_step_that_fails_at_any_write_leaves_the_old_state(
     stop: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write in turn finds the device broken; the error names its file."""
-    monkeypatch.setattr(disk, "CHUNK", disk.PAGE)
+    monkeypatch.setattr(chunks, "CHUNK", disk.PAGE)
     state, step = made()
     state, _ = step(zf.offload(state, folder), batch(0))
     before = digest(state)

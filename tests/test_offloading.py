@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn import disk, tree
+from zero_fn import chunks, disk, tree
+from zero_fn.graphs import op_name
 
 from .processes import run_on_processes
 
@@ -78,7 +79,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a page, so that leaves have several."""
-    monkeypatch.setattr(disk, "CHUNK", disk.PAGE)
+    monkeypatch.setattr(chunks, "CHUNK", disk.PAGE)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -134,7 +135,7 @@ def test_large_leaves_go_by_chunks(folder: Path) -> None:
 
 
 def on_processes(folder: Path) -> list[float]:
-    disk.CHUNK = disk.PAGE
+    chunks.CHUNK = disk.PAGE
     mesh = zf.Mesh(dp=2)
     expected, losses = trained(lambda s: s, steps=6, mesh=mesh, stage=3)
     found, found_losses = trained(lambda s: zf.offload(s, folder), steps=6, mesh=mesh, stage=3)
@@ -221,6 +222,29 @@ def test_an_unchanged_leaf_is_not_written(folder: Path) -> None:
     swapped = zf.jit(lambda s: {"a": s["b"], "b": s["a"]}, donate=0)(state)
     assert swapped["a"].tolist() == [2, 2]
     assert swapped["b"].tolist() == [1, 1]
+
+
+def test_leaves_on_disk_are_read_ahead(folder: Path) -> None:
+    """Each read is told to the system when the one before it begins, in the backward too."""
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        for name in sorted(p):
+            x = torch.tanh(x @ p[name])
+        return x.square().mean()
+
+    init, step = zf.train_step(loss, zf.adamw(0.1), zf.Mesh(dp=1), stage=3)
+    wide = {name: torch.randn(9, 9) for name in "abcd"}
+    state = zf.offload(init(wide), folder, where="params.*")
+    program = step.trace(state, torch.randn(2, 9))  # type: ignore[attr-defined]
+    nodes = [*program.graph_module.graph.nodes]
+    names = dict(zip(nodes, program.paths, strict=False))
+    told = [names[n.args[0]][-8] for n in nodes if op_name(n) == "zero_fn::read_ahead"]
+    assert told[:3] == ["b", "c", "d"]  # the forward; then the backward, from the last
+    assert told[3:] == ["c", "b"]
+    skipped = zf.jit(step.f, donate=0, skip=["read_ahead"])  # type: ignore[attr-defined]
+    assert same(skipped(state, torch.ones(2, 9))[0], step(init(wide), torch.ones(2, 9))[0])
+    state = zf.offload(init(wide), folder / "again", where="params.*")
+    assert same(step(state, torch.ones(2, 9))[0], step(init(wide), torch.ones(2, 9))[0])
 
 
 def test_a_state_is_made_on_disk(folder: Path) -> None:

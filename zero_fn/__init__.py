@@ -25,6 +25,7 @@ from .collectives import (
 # Derivatives, recomputation in place of memory, and gradients added up over micro-batches.
 from .accumulation import accumulate
 from .autodiff import grad, grad_and_value, remat
+from .activations import activation_offload
 from .marks import checkpoint_name
 
 # ZeRO: cutting a tree over ranks, and putting it together.
@@ -59,6 +60,7 @@ from .optim import (
     add_decayed_weights,
     apply_updates,
     by_path,
+    delayed_update,
     chain,
     clip_by_global_norm,
     compressed,
@@ -154,6 +156,7 @@ __all__ = [
     "Train",
     "TrainState",
     "accumulate",
+    "activation_offload",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -176,6 +179,7 @@ __all__ = [
     "compression_state",
     "constant",
     "csv_log",
+    "delayed_update",
     "dequantize",
     "discard",
     "distillation_loss",

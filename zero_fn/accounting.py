@@ -1,8 +1,8 @@
 """Accounting: what a graph of operations sends, computes and holds in memory."""
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -10,7 +10,9 @@ from torch.fx import Graph, Node
 from .graphs import (
     ADAM,
     WAIT,
+    arrivals,
     base,
+    departures,
     is_alias,
     is_item,
     nbytes,
@@ -21,6 +23,7 @@ from .graphs import (
     views,
 )
 
+Place = Literal["device", "host"]
 # The ring algorithm's bytes that a rank sends, from the bytes it puts in and the number of ranks.
 RING: dict[str, Callable[[int, int], int]] = {
     "all_reduce": lambda size, n: 2 * size * (n - 1) // n,
@@ -170,8 +173,21 @@ def _flops(node: Node) -> int:
     return 0
 
 
-def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
-    """What is alive while each operation runs.
+def on_host(graph: Graph) -> set[Node]:
+    """What lives in the host's memory: what is moved there, and beside a device all on a CPU."""
+    nodes = [node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    cpu = {node for node in nodes if node.meta["val"].device.type == "cpu"}
+    moved = {node for node in cpu if op_name(node) == "zero_fn::to_host"}
+    return cpu if len(cpu) < len(nodes) else moved
+
+
+def timeline(
+    graph: Graph,
+    inputs: Mapping[Node, str],
+    at: Place = "device",
+    filed: Set[Node] = frozenset(),
+) -> list[Moment]:
+    """What is alive on the device, or in the host's memory, while each operation runs.
 
     Inputs are alive throughout; what an operation makes, from there to its last use, and what a
     collective sends, until its result is waited for. Views count once, with what they look at.
@@ -179,8 +195,12 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
     Args:
         graph: the graph.
         inputs: the part that each input belongs to.
+        at: whose memory to count.
+        filed: the inputs that are files, which count nowhere here.
     """
     nodes = [*graph.nodes]
+    there, host = on_host(graph), at == "host"
+    files = {*filed, *(node for node in nodes if op_name(node) == "zero_fn::next_slot")}
     last: dict[Node, int] = {}
     for place, node in enumerate(nodes):
         sent = node.args[0].all_input_nodes if node.target is WAIT else []
@@ -189,12 +209,15 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
     belongs = _parts_of(nodes, inputs)
     alive = dict.fromkeys(PARTS, 0)
     for node, part in inputs.items():
-        alive[part] += nbytes(node)
+        if (node in there) is host and node not in files:
+            alive[part] += nbytes(node)
     ending: dict[int, list[tuple[str, int]]] = {}
     moments = []
     for place, node in enumerate(nodes):
         if node.op == "call_function" and not is_alias(node) and not is_item(node):
             for result, size in parts(node):
+                if (result in there) is not host or result in files:
+                    continue
                 part = belongs.get(node, "other")
                 alive[part] += size
                 ending.setdefault(last.get(result, place), []).append((part, size))
@@ -213,9 +236,14 @@ def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, s
     """
     found: dict[Node, str] = {}
     gradients: list[Node] = []
+    arriving, leaving = set(arrivals(nodes)), set(departures(nodes))
     for node in nodes:
         kind = kind_of(node)
-        if kind == "all_gather" and inputs.get(_first_origin(node)) == "parameters":
+        if node in arriving and inputs.get(origin(node)) == "parameters":
+            _claim(found, "gathered parameters", [*prepared(node), node])
+        elif node in leaving:
+            gradients += [*prepared(node), node]
+        elif kind == "all_gather" and inputs.get(_first_origin(node)) == "parameters":
             whole = [*prepared(node), base(node), node, *_copies(node)]
             _claim(found, "gathered parameters", whole)
         elif kind in ("all_reduce", "reduce_scatter", "all_to_all"):

@@ -19,19 +19,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .tree import Tensor
 
-CHUNK = 16 << 20  # bytes in memory at once, of everything that one chunk of an update reads
 PAGE = 4096
 MANIFEST = "manifest.json"
+_PLANNED = "zero_fn_planned_in"
 _T = TypeVar("_T")
 _NAME = re.compile(r"(\d{5})\.([01])\.leaf")
 
@@ -62,9 +62,23 @@ def place_of(x: Tensor) -> Place | None:
     return Place(Path(folder), int(match[1]), int(match[2])) if match else None
 
 
+def folder_of(x: Tensor) -> Path | None:
+    """The folder that a tensor lies in, or would in a plan; None for one in memory."""
+    place = place_of(x)
+    return getattr(x, _PLANNED, None) if place is None else place.folder
+
+
 def is_on_disk(x: Tensor) -> bool:
-    """Whether a tensor's memory is a file of this room."""
-    return place_of(x) is not None
+    """Whether a tensor's memory is a file of this room, or that of a plan would be."""
+    return folder_of(x) is not None
+
+
+def planned(x: FakeTensor, folder: Path) -> Tensor:
+    """A tensor of a plan, which has no memory, that counts as one on disk; nothing is written."""
+    with x.fake_mode:
+        there = torch.empty_like(x, device="cpu")
+    setattr(there, _PLANNED, folder)
+    return there
 
 
 class Entry(NamedTuple):
@@ -265,68 +279,6 @@ def discard(folder: Path) -> None:
         folder.rmdir()
 
 
-class Writer:
-    """Writes chunks to the file of one tensor, in order, beside what the caller computes."""
-
-    def __init__(self, target: Tensor) -> None:
-        place = place_of(target)
-        assert place is not None
-        self.file, self.offset = str(place.file), 0
-        self.sync = target.nbytes >= CHUNK  # small files are synced all together, by the commit
-        try:
-            self.fd = os.open(self.file, os.O_RDWR)
-        except OSError as error:
-            raise _named(error, self.file) from error
-
-    def put(self, chunk: Tensor) -> None:
-        """Append the bytes of a contiguous tensor; large files are synced as they grow."""
-        data = memoryview(chunk.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        try:
-            while data:
-                written = os.pwrite(self.fd, data, self.offset)
-                self.offset, data = self.offset + written, data[written:]
-            if self.sync:
-                os.fdatasync(self.fd)
-        except OSError as error:
-            raise _named(error, self.file) from error
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-@contextmanager
-def writing() -> Iterator[ThreadPoolExecutor]:
-    """One thread that writes while the caller computes; all is written when it ends."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
-def write(target: Tensor, x: Tensor) -> None:
-    """Copy a tensor to one on disk, by chunks, synced as it goes."""
-    if not x.numel():
-        return
-    flat = x.detach().reshape(-1)
-    writer = Writer(target)
-    try:
-        for chunk in flat.split(max(1, CHUNK // x.element_size())):
-            writer.put(chunk.to("cpu", target.dtype).contiguous())
-    finally:
-        writer.close()
-
-
-def chunks(length: int, itemsize: int, buffers: int) -> Iterator[slice]:
-    """Parts of a flat leaf, so that ``buffers`` of them are one chunk; each starts on a page."""
-    step = max(PAGE, CHUNK // buffers // PAGE * PAGE) // itemsize
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
-
-
-def finished(futures: Sequence[Future[Any]]) -> None:
-    """Wait for writes, and raise what the first failed one raised."""
-    for future in futures:
-        future.result()
-
-
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
@@ -363,17 +315,18 @@ def _opened(file: str, do: Callable[[int], _T], flags: int = 0) -> _T:
         finally:
             os.close(fd)
     except OSError as error:
-        raise _named(error, file) from error
+        raise named(error, file) from error
 
 
-def _named(error: OSError, file: str) -> OSError:
+def named(error: OSError, file: str) -> OSError:
     """The same error, with the file in its message."""
     return OSError(error.errno, os.strerror(error.errno or errno.EIO), file)
 
 
 def _sync(places: Sequence[Place]) -> None:
     with ThreadPoolExecutor(8) as pool:  # a sync waits, and waits can be shared
-        finished([pool.submit(_opened, str(place.file), os.fdatasync) for place in places])
+        for synced in [pool.submit(_opened, str(p.file), os.fdatasync) for p in places]:
+            synced.result()
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:

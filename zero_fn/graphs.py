@@ -6,7 +6,7 @@ A collective only starts where its node stands; its input is read, and its resul
 
 import math
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -118,6 +118,38 @@ def parts(node: Node) -> list[tuple[Node, int]]:
     taken = {user.args[1]: user for user in node.users if is_item(user)}
     sizes = [x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in value]
     return [(taken.get(place, node), size) for place, size in enumerate(sizes)]
+
+
+def arrivals(nodes: Iterable[Node]) -> list[Node]:
+    """Where what lay on the host is on the device, cast for its use, and no gather reads it."""
+    found = []
+    for node in nodes:
+        if _crossing(node) == "there" and origin(node).op == "placeholder":
+            end = step = node
+            while len(step.users) == 1 and (is_view(*step.users) or _is_copy(*step.users)):
+                (step,) = step.users
+                end = step if _is_copy(step) else end
+            if not any(user.target is ALL_GATHER for user in readers(end)):
+                found.append(end)
+    return found
+
+
+def departures(nodes: Iterable[Node]) -> list[Node]:
+    """The copies from a device to the host."""
+    return [node for node in nodes if _crossing(node) == "back"]
+
+
+def _is_copy(node: Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def _crossing(node: Node) -> str:
+    """Whether a copy goes from the host to a device, or back."""
+    source = node.args[0] if _is_copy(node) else None
+    if not isinstance(source, Node):
+        return ""
+    before, after = (x.meta["val"].device.type == "cpu" for x in (source, node))
+    return {(True, False): "there", (False, True): "back"}.get((before, after), "")
 
 
 def movable(graph: Graph, targets: Collection[Any]) -> list[Node]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from . import disk, tree
+from . import chunks, disk, tree
 from .mesh import least_over_processes, process_place
 from .naming import size_of
 from .program import join, split, trace
@@ -36,7 +37,8 @@ def offload(
             (``pathlib.Path``; made if it is missing): a memory-mapped file for each leaf. Each
             process uses a folder of its own in there. To come back, offload to ``"cpu"``.
         where: patterns of key paths as in ``fnmatch`` (``"opt_state.*"``), or a function of (key
-            path, leaf) that says which leaves move; None: all.
+            path, leaf) that says which leaves move; None: all. Tensors of a plan
+            (:func:`zero_fn.eval_shape`) only change their place; nothing is written.
         fraction: the part of those bytes that moves, 0 to 1: the largest leaves first, as long as
             they fit, so that the rest stays where it is (as in Twin-Flow of DeepSpeed).
 
@@ -59,11 +61,13 @@ def offload(
     if callable(state):
         return functools.partial(_made_there, state, target, where, fraction)
     chosen = {k: x for k, x in _chosen(state, where, fraction).items() if not _is_at(x[1], target)}
-    if isinstance(target, Path):
+    if any(isinstance(x, FakeTensor) for _, x in chosen.values()):
+        made = [_planned(x, target) for _, x in chosen.values()]
+    elif isinstance(target, Path):
 
         def fill(files: list[Tensor]) -> None:
             for file, (_, x) in zip(files, chosen.values(), strict=True):
-                disk.write(file, x)
+                chunks.write(file, x)
 
         made = disk.create(target, list(chosen.values()), fill) if chosen else []
     else:
@@ -101,7 +105,7 @@ def _made_there(
     *args: Any,
 ) -> PyTree:
     """What ``f`` returns, each leaf moved as soon as it is computed."""
-    if not isinstance(target, Path):
+    if not isinstance(target, Path) or any(isinstance(x, FakeTensor) for x in tree.leaves(args)):
         return offload(f(*args), target, where=where, fraction=fraction)
     program = trace(f, args)
     *_, output = program.graph_module.graph.nodes
@@ -132,7 +136,7 @@ class _Storing(torch.fx.Interpreter):
         value = super().run_node(n)
         if n not in self.files:
             return value
-        disk.write(self.files[n], value)
+        chunks.write(self.files[n], value)
         return self.files[n]
 
 
@@ -180,6 +184,24 @@ def discard(folder: Path) -> None:
         FileNotFoundError: if the folder holds no state.
     """
     disk.discard(_own(folder))
+
+
+def brought(params: PyTree, batch: PyTree) -> PyTree:
+    """The parameters, those on the host on the batch's device, where the loss computes."""
+    devices = {x.device for x in tree.leaves(batch) if isinstance(x, Tensor)}
+    device = next(iter(devices), None)
+    if device is None or len(devices) > 1 or device.type == "cpu":
+        return params
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) and x.device.type == "cpu" else x
+
+    return tree.map(moved, params)
+
+
+def taken_back(grads: PyTree, params: PyTree) -> PyTree:
+    """Each gradient where its parameter lives."""
+    return tree.map(lambda g, p: g.to(p.device) if isinstance(g, Tensor) else g, grads, params)
 
 
 class Resident(NamedTuple):
@@ -242,9 +264,9 @@ def _own(folder: Path) -> Path:
 
 
 def _is_at(x: Tensor, target: torch.device | Path) -> bool:
-    place = disk.place_of(x)
-    if isinstance(target, Path) or place is not None:
-        return place is not None and place.folder == target
+    folder = disk.folder_of(x)
+    if isinstance(target, Path) or folder is not None:
+        return folder is not None and folder == target
     if target.type == "cpu" and torch.cuda.is_available():
         return x.is_pinned()
     return x.device.type == target.type and target.index in (None, x.device.index)
@@ -254,6 +276,15 @@ def _moved(x: Tensor, target: torch.device) -> Tensor:
     if target.type == "cpu" and torch.cuda.is_available():
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x)
     return x.to(target, copy=True)
+
+
+def _planned(x: Tensor, target: torch.device | Path) -> Tensor:
+    """Where a tensor of a plan, or of an abstract rank, would be."""
+    assert isinstance(x, FakeTensor)
+    if isinstance(target, Path):
+        return disk.planned(x, target)
+    with x.fake_mode:
+        return torch.empty_like(x, device=target)
 
 
 def _part(leaves: dict[int, tuple[str, Tensor]], fraction: float) -> dict[int, tuple[str, Tensor]]:
@@ -282,9 +313,9 @@ def _check_host(need: int) -> None:
 
 
 def _place(x: Tensor) -> str:
-    place = disk.place_of(x)
-    if place is not None:
-        return str(place.folder)
+    folder = disk.folder_of(x)
+    if folder is not None:
+        return str(folder)
     pinned = x.device.type == "cpu" and torch.cuda.is_available() and x.is_pinned()
     return "cpu (pinned)" if pinned else str(x.device)
 

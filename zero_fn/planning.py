@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,6 +72,8 @@ class Plan:
         flops: floating-point operations of matrix products, convolutions and attention.
         hardware: what it is planned for, or None.
         estimate: the seconds, where the hardware is known.
+        host: the most bytes in the host's memory beside a device, by what they are.
+        disk: the bytes of the state in files, by what they are; they take twice that there.
     """
 
     label: str
@@ -84,6 +86,8 @@ class Plan:
     flops: int
     hardware: Hardware | None
     estimate: Estimate | None
+    host: Mapping[str, int] = field(default_factory=dict)
+    disk: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bytes_sent(self) -> int:
@@ -241,6 +245,8 @@ def _read_off(
         program.flops(),
         known,
         estimate,
+        max(program.memory_timeline("host"), key=lambda moment: moment.bytes).parts,
+        program.at_rest("disk"),
     )
 
 
@@ -272,6 +278,10 @@ def _rows(plan: Plan) -> dict[str, str]:
     rows["peak at"] = plan.peak.operation.split(" = ")[-1].removesuffix(".default") + (
         f"\n{plan.peak.line}" if plan.peak.line else ""
     )
+    for place, held in (("on the host", plan.host), ("on disk", plan.disk)):
+        if any(held.values()):
+            rows[place] = size_of(sum(held.values()))
+            rows |= {f"  {part} {place}": size_of(size) for part, size in held.items() if size}
     if plan.hardware is not None:
         memory = size_of(plan.hardware.memory)
         rows["hardware"] = f"{plan.hardware.name}, {memory}"

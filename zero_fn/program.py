@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import accounting, disk, tree
-from .accounting import Collective, Moment, Work
+from .accounting import Collective, Moment, Place, Work
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
 from .naming import size_of
@@ -101,29 +101,38 @@ class Program:
         """What each operation has to do: floating-point operations, and bytes read and written."""
         return accounting.work(self.graph_module.graph)
 
-    def at_rest(self) -> dict[str, int]:
+    def at_rest(self, place: Place | Literal["disk"] = "device") -> dict[str, int]:
         """The bytes of the arguments by what they are: parameters, optimizer state, other."""
         found: dict[str, int] = {}
+        host, files = accounting.on_host(self.graph_module.graph), self._filed()
         for node, part in self._inputs().items():
-            found[part] = found.get(part, 0) + nbytes(node)
+            if place == ("disk" if node in files else "host" if node in host else "device"):
+                found[part] = found.get(part, 0) + nbytes(node)
         return found
 
-    def memory_timeline(self) -> list[Moment]:
-        """What is alive while each operation runs, in bytes.
+    def memory_timeline(self, place: Place = "device") -> list[Moment]:
+        """What is alive on the device, or on the host, while each operation runs, in bytes.
 
         Inputs are alive throughout; what the operations make, from there to its last use, and what
-        a collective sends, until it is waited for. Views count once, with what they look at.
+        a collective sends, until it is waited for. Views count once, with what they look at. The
+        host is another place where some values are on a device, or were moved by
+        :func:`zero_fn.activation_offload`; else a CPU is the device. Files count nowhere.
         """
-        return accounting.timeline(self.graph_module.graph, self._inputs())
+        return accounting.timeline(self.graph_module.graph, self._inputs(), place, self._filed())
 
     def peak(self) -> Peak:
         """The most bytes that are alive at once, what they are, and the operation that runs."""
         moments = self.memory_timeline()
         place = max(range(len(moments)), key=lambda place: moments[place].bytes)
         node = [*self.graph_module.graph.nodes][place]
-        inputs = sum(nbytes(node) for node in self._inputs())
+        inputs = sum(self.at_rest().values())
         moment = moments[place]
         return Peak(moment.bytes, moment.parts, inputs, moment.operation, line_of(node))
+
+    def _filed(self) -> set[Node]:
+        """The inputs that are files."""
+        nodes = [node for node in self.graph_module.graph.nodes if node.op == "placeholder"]
+        return {node for node, filed in zip(nodes, self.on_disk, strict=True) if filed}
 
     def _inputs(self) -> dict[Node, str]:
         """The part of memory that each input belongs to: by its key path, else by its use."""

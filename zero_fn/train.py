@@ -19,6 +19,7 @@ from .finiteness import first_not_finite, raising
 from .freezing import freeze, merge, shard_frozen
 from .logs import Log, Meter
 from .mesh import Mesh
+from .offloading import brought, taken_back
 from .optim import (
     LocalOptimizer,
     Optimizer,
@@ -172,7 +173,10 @@ def train_step(
 
         if compute is not None:
             batch = cast_floats(batch, compute)
-        grads, value, carried = gradient(state, batch)
+        params, held = brought((state.params, state.frozen), batch)
+        here = state._replace(params=params, frozen=held)
+        grads, value, carried = gradient(here, batch)
+        grads = taken_back(grads, state.params)
         if scale:
             grads = scale_by_factor(grads, 1 / scale.scale)
         metrics = {"loss": value}

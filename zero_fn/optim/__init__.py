@@ -2,6 +2,7 @@
 
 from .adam import AdamState, adam, adamw, scale_by_adam
 from .compressing import CompressedState, compressed
+from .delaying import DelayedState, delayed_update
 from .groups import by_path
 from .local import LocalOptimizer
 from .onebit import OneBitState, onebit_adam, onebit_lamb
@@ -30,6 +31,7 @@ from .zero_one import ZeroOneState, zero_one_adam
 __all__ = [
     "AdamState",
     "CompressedState",
+    "DelayedState",
     "LocalOptimizer",
     "OneBitState",
     "Optimizer",
@@ -45,6 +47,7 @@ __all__ = [
     "clip_factor",
     "compressed",
     "constant",
+    "delayed_update",
     "global_norm",
     "onebit_adam",
     "onebit_lamb",

@@ -14,6 +14,7 @@ from .following import write_to_disk
 from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
 from .placement import gather_late, reduce_early
+from .reading import read_ahead
 
 Pass = Callable[[Program], Program]
 
@@ -27,6 +28,7 @@ BUILT_IN: tuple[Pass, ...] = (
     bucket,
     overlap,
     write_to_disk,
+    read_ahead,
     update_in_place,
     reduce_in_place,
     exchange_on_gloo,
@@ -43,6 +45,7 @@ __all__ = [
     "gather_on_gloo",
     "overlap",
     "own_results",
+    "read_ahead",
     "reduce_early",
     "reduce_in_place",
     "update_in_place",

@@ -2,7 +2,8 @@
 
 torch's backward runs the reductions of parameters that were gathered first, last: all gradients
 would be whole at the end of it. And a parameter that is gathered in the forward would stay whole
-until the backward. These passes move and repeat collectives; they change no number.
+until the backward. These passes move and repeat collectives, and copies between the host and a
+device, which are to offloaded pieces what gathers and reductions are; they change no number.
 """
 
 from torch.fx import Graph, Node
@@ -11,7 +12,9 @@ from ..graphs import (
     ALL_GATHER,
     REDUCTIONS,
     WAIT,
+    arrivals,
     base,
+    departures,
     movable,
     nbytes,
     order,
@@ -25,9 +28,9 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 
 
 def reduce_early(program: Program) -> Program:
-    """Reduce each gradient as soon as it is complete, so that few are whole at once."""
+    """Reduce each gradient, and send it to its host, when it is complete: few are whole at once."""
     graph = program.graph_module.graph
-    for node in movable(graph, REDUCTIONS):
+    for node in [*movable(graph, REDUCTIONS), *departures(graph.nodes)]:
         chain = [*prepared(node), node, *_waits(node)]
         place = _last_input(graph, chain)
         for part in chain:
@@ -49,7 +52,7 @@ def gather_late(program: Program) -> Program:
     place = order(graph)
     uses: list[tuple[int, Node, Node]] = []
     repeated: dict[Node, bool] = {}
-    for gather in movable(graph, {ALL_GATHER}):
+    for gather in [*movable(graph, {ALL_GATHER}), *arrivals(graph.nodes)]:
         source = origin(gather)
         if source.op == "placeholder":
             repeated[gather] = source in again and nbytes(gather) >= SMALL
@@ -64,7 +67,10 @@ def gather_late(program: Program) -> Program:
             _let_go(held, repeated, room)
         _redirect(use, gather, held[gather])
     for gather in repeated:
+        chain = prepared(gather)
         _erase(gather)
+        for node in reversed(chain):
+            graph.erase_node(node)
     return program
 
 
