@@ -27,6 +27,7 @@ RING: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda size, n: size * (n - 1),
     "reduce_scatter": lambda size, n: size * (n - 1) // n,
     "all_to_all": lambda size, n: size * (n - 1) // n,
+    "send": lambda size, n: size,
 }
 _KIND = {
     "all_reduce": "all_reduce",
@@ -50,7 +51,8 @@ class Collective(NamedTuple):
     """The collectives of one kind over one axis.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; ``send`` for
+            the messages of a pipeline.
         axis: the mesh axis' name.
         calls: how many there are.
         bytes_in: what one rank puts in, over all of them.
@@ -93,7 +95,9 @@ class Moment(NamedTuple):
 
 
 def kind_of(node: Node) -> str | None:
-    """The kind of a collective; None for other operations."""
+    """The kind of a collective or message; None for other operations."""
+    if op_name(node) == "zero_fn::send":
+        return "send"
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "_c10d_functional":
         return None
     return _KIND.get(node.target.__name__.split(".")[0])  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ seconds are an estimate.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .compiler import Jitted, jit
 from .hardware import Hardware
 from .hardware import hardware as _hardware
 from .mesh import Mesh
+from .pipelining.schedule import Schedule
+from .pipelining.timeline import Timeline, timeline
 from .program import Peak, Program, size_of
 from .ranks import spmd
 from .tree import PyTree
@@ -39,20 +42,22 @@ class Estimate(NamedTuple):
     Attributes:
         compute: of the operations.
         communication: of the collectives, by axis.
+        idle: in which this rank of a pipeline waits for others to compute.
     """
 
     compute: float
     communication: Mapping[str, float]
+    idle: float = 0.0
 
     @property
     def overlapped(self) -> float:
         """A step whose communication hides behind computation as far as it can."""
-        return max(self.compute, sum(self.communication.values()))
+        return max(self.compute, sum(self.communication.values())) + self.idle
 
     @property
     def serial(self) -> float:
         """A step that computes while nothing is sent."""
-        return self.compute + sum(self.communication.values())
+        return self.compute + sum(self.communication.values()) + self.idle
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Plan:
         flops: floating-point operations of matrix products, convolutions and attention.
         hardware: what it is planned for, or None.
         estimate: the seconds, where the hardware is known.
+        timeline: of a pipeline, when each stage computes; None without one.
     """
 
     label: str
@@ -83,6 +89,12 @@ class Plan:
     flops: int
     hardware: Hardware | None
     estimate: Estimate | None
+    timeline: Timeline | None = None
+
+    @property
+    def bubble(self) -> float | None:
+        """The idle share of a pipeline's time, 0 to 1; None without one."""
+        return None if self.timeline is None else self.timeline.bubble
 
     @property
     def bytes_sent(self) -> int:
@@ -166,6 +178,7 @@ def plan(
     *,
     hardware: Hardware | str | None = None,
     label: str | None = None,
+    schedule: Schedule | None = None,
 ) -> Plan:
     """What one step costs on one rank.
 
@@ -179,6 +192,8 @@ def plan(
         hardware: what to estimate the seconds for: a name that :func:`zero_fn.hardware` knows, or
             the figures.
         label: what to call it in a table; None: the mesh's sizes.
+        schedule: the pipeline's (``pipe.schedule(ranks)``), for its bubble: every stage is taken to
+            compute as long as this rank's, a third of it forwards.
 
     Raises:
         TypeError: if ``step`` is not jitted and there is no mesh.
@@ -201,7 +216,21 @@ def plan(
         )
     known = _hardware(hardware) if isinstance(hardware, str) else hardware
     sizes = dict(over.shape) if over is not None else {}
-    return _read_off(jitted.trace(state, batch), sizes, known, label)
+    found = _read_off(jitted.trace(state, batch), sizes, known, label)
+    return found if schedule is None else with_timeline(found, timeline(schedule))
+
+
+def with_timeline(found: Plan, of_all: Timeline) -> Plan:
+    """The plan of a pipeline's rank, which waits for as long as the timeline says.
+
+    Args:
+        found: the plan of one rank.
+        of_all: when each rank computes, in any unit in which the busiest one's time is this one's.
+    """
+    if found.estimate is not None:
+        idle = found.estimate.compute * (of_all.makespan / max(of_all.busy) - 1)
+        found = dataclasses.replace(found, estimate=found.estimate._replace(idle=idle))
+    return dataclasses.replace(found, timeline=of_all)
 
 
 def compare(*plans: Plan) -> Comparison:
@@ -290,6 +319,10 @@ def _rows(plan: Plan) -> dict[str, str]:
             f"  sending over {axis}": _time(seconds)
             for axis, seconds in plan.estimate.communication.items()
         }
+    if plan.estimate is not None and plan.estimate.idle:
+        rows["  idle"] = _time(plan.estimate.idle)
+    if plan.bubble is not None:
+        rows["pipeline's bubble"] = f"{plan.bubble:.1%}"
     return rows
 
 
