@@ -21,9 +21,10 @@ from .compiler import Jitted, jit
 from .hardware import Hardware
 from .hardware import hardware as _hardware
 from .mesh import Mesh
+from .naming import size_of
 from .pipelining.schedule import Schedule
 from .pipelining.timeline import Timeline, timeline
-from .program import Peak, Program, size_of
+from .program import Peak, Program
 from .ranks import spmd
 from .tree import PyTree
 
