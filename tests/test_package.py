@@ -167,6 +167,7 @@ ROOMS = [
     "train",
     "models",
     "inference",
+    "costs",
     "demo",
     "__main__",
 ]

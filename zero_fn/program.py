@@ -108,6 +108,14 @@ class Program:
             found[part] = found.get(part, 0) + nbytes(node)
         return found
 
+    def in_files(self) -> dict[str, int]:
+        """The bytes of the arguments that are on disk, by what they are."""
+        found: dict[str, int] = {}
+        for (node, part), there in zip(self._inputs().items(), self.on_disk, strict=True):
+            if there:
+                found[part] = found.get(part, 0) + nbytes(node)
+        return found
+
     def memory_timeline(self) -> list[Moment]:
         """What is alive while each operation runs, in bytes.
 
@@ -120,10 +128,13 @@ class Program:
         """The most bytes that are alive at once, what they are, and the operation that runs."""
         moments = self.memory_timeline()
         place = max(range(len(moments)), key=lambda place: moments[place].bytes)
-        node = [*self.graph_module.graph.nodes][place]
         inputs = sum(nbytes(node) for node in self._inputs())
         moment = moments[place]
-        return Peak(moment.bytes, moment.parts, inputs, moment.operation, _line_of(node))
+        return Peak(moment.bytes, moment.parts, inputs, moment.operation, self.line(place))
+
+    def line(self, place: int) -> str:
+        """The line of the user's program that the operation at a place came from, if known."""
+        return _line_of([*self.graph_module.graph.nodes][place])
 
     def _inputs(self) -> dict[Node, str]:
         """The part of memory that each input belongs to: by its key path, else by its use."""

@@ -74,6 +74,7 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
         estimate = Estimate(
             number(lambda plan: plan.estimate.compute),  # type: ignore[union-attr]
             {axis: seconds(axis) for axis in last.estimate.communication},
+            offload=number(lambda plan: plan.estimate.offload),  # type: ignore[union-attr]
         )
     parts = numbers(lambda plan: plan.peak.parts)
     return dataclasses.replace(
@@ -95,4 +96,6 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
         ),
         flops=whole(lambda plan: plan.flops),
         estimate=estimate,
+        host=whole(lambda plan: plan.host),
+        disk=whole(lambda plan: plan.disk),
     )

@@ -23,6 +23,7 @@ from ..pipelining.partition import partition
 from ..pipelining.run import pipeline
 from ..pipelining.timeline import Timeline, timeline
 from ..planning import Plan, eval_shape, plan, with_timeline
+from ..planning.estimating import Place
 from ..precision import LossScale, policy
 from ..train import train_step
 from .extrapolation import Span, combined, extrapolated
@@ -49,6 +50,7 @@ class Setup:
         dtype: of computing: ``"fp32"``, ``"bf16"``, or ``"fp16"`` with a loss scale; parameters and
             moments are float32.
         clip: whether gradients are clipped by their global norm.
+        offload: parts of the memory and where they live, as in :func:`zero_fn.plan`.
 
     Raises:
         ValueError: for sizes that are not positive, an unknown stage or dtype, or heads that ``tp``
@@ -65,6 +67,7 @@ class Setup:
     remat: bool = False
     dtype: str = "bf16"
     clip: bool = True
+    offload: tuple[tuple[str, Place], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "batch", "microbatches"):
@@ -75,8 +78,11 @@ class Setup:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
         if self.config.groups % self.tp:
+            raise ValueError(f"tp={self.tp} does not divide the model's {self.config.groups} heads")
+        if self.dtype == "fp32" and "parameters" in dict(self.offload):
             raise ValueError(
-                f"tp={self.tp} does not divide the model's {self.config.groups} heads"
+                "parameters on the host, and dtype='fp32' computes with them as they are; 'bf16' or "
+                "'fp16' computes with copies"
             )
         if self.pp > self.config.layers:
             raise ValueError(f"pp={self.pp} stages, and the model has {self.config.layers} layers")
@@ -104,10 +110,13 @@ class Setup:
         axes = [f"{n} {getattr(self, n)}" for n in ("pp", "dp", "tp") if getattr(self, n) > 1]
         parts = f"{self.microbatches} × {self.batch}" if self.microbatches > 1 else f"{self.batch}"
         words = [" × ".join(axes) or "one rank", f"stage {self.stage}", f"batch {parts}"]
-        return ", ".join(words + ["remat"] * self.remat)
+        words += ["remat"] * self.remat
+        return ", ".join(words + [f"{part} on {place}" for part, place in self.offload])
 
 
-def plan_setup(setup: Setup, hardware: Hardware | str | None = None, *, whole: bool = False) -> Plan:
+def plan_setup(
+    setup: Setup, hardware: Hardware | str | None = None, *, whole: bool = False
+) -> Plan:
     """The plan of one step, of the rank that takes the most memory at its peak.
 
     Args:
@@ -248,7 +257,14 @@ def _traced(
         loss_scale=LossScale() if setup.dtype == "fp16" else None,
     )
     state = init(params if stages > 1 else params[0])
-    return plan(step, state, (tokens, tokens), hardware=hardware, label=str(setup))
+    return plan(
+        step,
+        state,
+        (tokens, tokens),
+        hardware=hardware,
+        label=str(setup),
+        offload=dict(setup.offload),
+    )
 
 
 def _parameters(config: gpt.Config, counts: list[int]) -> tuple[gpt.Params, ...]:
