@@ -105,6 +105,9 @@ from .logs import csv_log, tensorboard_log
 from .states import Train, TrainState, unfreeze
 from .train import fit, progress, train_step
 
+# Configurations of DeepSpeed's, read into steps.
+from .deepspeed.config import FromDeepSpeed, from_deepspeed
+
 # Inference: generation, batching, quantised weights, and students of larger models.
 from .inference.batching import Batcher
 from .inference.continuous import ContinuousBatcher
@@ -124,6 +127,7 @@ __all__ = [
     "Codec",
     "ContinuousBatcher",
     "ErrorFeedback",
+    "FromDeepSpeed",
     "Hardware",
     "Int8",
     "LocalOptimizer",
@@ -173,6 +177,7 @@ __all__ = [
     "eval_shape",
     "fit",
     "freeze",
+    "from_deepspeed",
     "from_module",
     "gather_tree",
     "generate",

@@ -1,10 +1,11 @@
-"""The command line: ``zero-fn demo``, ``generate`` and ``serve``."""
+"""The command line: ``zero-fn demo``, ``plan``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .costs import commands as costs
 from .inference import commands as inference
 
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "local_sliding_window",
     )
     demo.add_argument("--text", type=Path, help="a file or folder to train on")
+    costs.add_command(commands)
     inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
     command = given["command"]
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in inference.COMMANDS:
             return inference.run(given)
         del given["command"]
+        if command == "plan":
+            return costs.run(given)
 
         from .demo import Options, run  # here, so that --help is quick
 

@@ -130,11 +130,11 @@ class Program:
         place = max(range(len(moments)), key=lambda place: moments[place].bytes)
         inputs = sum(nbytes(node) for node in self._inputs())
         moment = moments[place]
-        return Peak(moment.bytes, moment.parts, inputs, moment.operation, self.line(place))
+        return Peak(moment.bytes, moment.parts, inputs, moment.operation, self.lines()[place])
 
-    def line(self, place: int) -> str:
-        """The line of the user's program that the operation at a place came from, if known."""
-        return _line_of([*self.graph_module.graph.nodes][place])
+    def lines(self) -> list[str]:
+        """For each operation the line of the user's program that it came from, if known."""
+        return [_line_of(node) for node in self.graph_module.graph.nodes]
 
     def _inputs(self) -> dict[Node, str]:
         """The part of memory that each input belongs to: by its key path, else by its use."""

@@ -2,9 +2,10 @@
 
 A model repeats one block, and a step one micro-batch. So what a step allocates, sends and computes
 is affine in the number of blocks, affine in the number of micro-batches, and its mixed term is
-their product: four traces at the corners of a rectangle determine it. Exactly so where the same
-operation is at the peak at all corners; collectives so small that some travel together change the
-number of calls. ``tests/costs`` holds extrapolated plans against whole traces.
+their product: four traces at the corners of a rectangle determine it. Memory is so at the first
+and at the last turn of each operation of a line; the peak is the highest of these. Collectives so
+small that some travel together change the number of calls. ``tests/costs`` holds extrapolated plans
+against whole traces.
 """
 
 import dataclasses
@@ -12,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+from ..accounting import Collective, Moment
 from ..planning import Estimate, Plan
+from ..planning.residing import most_of, states_of
+from ..program import Peak
 
 
 class Span(NamedTuple):
@@ -59,11 +63,17 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
 
     def numbers(read: Callable[[Plan], Mapping[str, Any]]) -> dict[str, int]:
         names = dict.fromkeys(name for plan in plans for name in read(plan))
-        return {name: whole(lambda plan: read(plan).get(name, 0)) for name in names}
+        return {
+            name: whole(lambda plan, name=name: read(plan).get(name, 0))  # type: ignore[misc]
+            for name in names
+        }
 
-    def collective(plan: Plan, key: tuple[str, str], field: str) -> int:
-        found = [c for c in plan.collectives if (c.kind, c.axis) == key]
-        return getattr(found[0], field) if found else 0
+    def of_collective(kind: str, axis: str, field: int) -> int:
+        def read(plan: Plan) -> int:
+            found = [c for c in plan.collectives if (c.kind, c.axis) == (kind, axis)]
+            return int(found[0][field]) if found else 0
+
+        return whole(read)
 
     estimate = None
     if last.estimate is not None:
@@ -76,23 +86,28 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
             {axis: seconds(axis) for axis in last.estimate.communication},
             offload=number(lambda plan: plan.estimate.offload),  # type: ignore[union-attr]
         )
-    parts = numbers(lambda plan: plan.peak.parts)
+    turns: dict[tuple[str, str, str], Moment] = {}
+    for turn in last.turns:
+        if all(turn in plan.turns for plan in plans):
+            parts = numbers(lambda plan, turn=turn: plan.turns[turn].parts)  # type: ignore[misc]
+            turns[turn] = Moment(turn[0], sum(parts.values()), parts)
+    highest = max(turns, key=lambda turn: turns[turn].bytes)
     return dataclasses.replace(
         last,
         rest=numbers(lambda plan: plan.rest),
-        peak=last.peak._replace(
-            bytes=sum(parts.values()), parts=parts, inputs=whole(lambda plan: plan.peak.inputs)
+        peak=Peak(
+            turns[highest].bytes,
+            turns[highest].parts,
+            whole(lambda plan: plan.peak.inputs),
+            highest[0],
+            highest[1],
         ),
-        most=numbers(lambda plan: plan.most),
-        states=whole(lambda plan: plan.states),
+        most=most_of(turns.values()),
+        states=states_of(turns.values()),
+        turns=turns,
         collectives=tuple(
-            c._replace(
-                **{
-                    field: whole(lambda plan, k=(c.kind, c.axis), f=field: collective(plan, k, f))
-                    for field in ("calls", "bytes_in", "bytes_sent")
-                }
-            )
-            for c in last.collectives
+            Collective(kind, axis, *[of_collective(kind, axis, field) for field in (2, 3, 4)])
+            for kind, axis, *_ in last.collectives
         ),
         flops=whole(lambda plan: plan.flops),
         estimate=estimate,

@@ -23,11 +23,12 @@ from ..pipelining.partition import partition
 from ..pipelining.run import pipeline
 from ..pipelining.timeline import Timeline, timeline
 from ..planning import Plan, eval_shape, plan, with_timeline
-from ..planning.estimating import Place
+from ..planning.residing import Place
 from ..precision import LossScale, policy
 from ..train import train_step
 from .extrapolation import Span, combined, extrapolated
 
+Offloaded = tuple[tuple[str, Place], ...]
 DTYPES = ("fp32", "bf16", "fp16")
 LAYERS = 3, 4  # numbers of blocks that are traced; below 3 there is no steady state
 BLOCKS = 2, 3  # the same of one stage of a pipeline
@@ -46,11 +47,13 @@ class Setup:
         pp: stages of a 1F1B pipeline.
         batch: sequences of one micro-batch on one data-parallel rank.
         microbatches: of a step.
-        remat: whether each block is computed again in the backward.
-        dtype: of computing: ``"fp32"``, ``"bf16"``, or ``"fp16"`` with a loss scale; parameters and
-            moments are float32.
+        remat: whether each block is computed again in the backward; in a pipeline at stage 3 the
+            whole stage, whose gathered parameters would be kept for each block else.
+        dtype: of computing: ``"fp32"``, ``"bf16"`` or ``"fp16"``; what rests is float32.
         clip: whether gradients are clipped by their global norm.
         offload: parts of the memory and where they live, as in :func:`zero_fn.plan`.
+        loss_scale: whether a loss in ``"fp16"`` has a dynamic scale. A step that may be skipped
+            keeps the old state until it knows, which takes memory for both.
 
     Raises:
         ValueError: for sizes that are not positive, an unknown stage or dtype, or heads that ``tp``
@@ -67,7 +70,8 @@ class Setup:
     remat: bool = False
     dtype: str = "bf16"
     clip: bool = True
-    offload: tuple[tuple[str, Place], ...] = ()
+    offload: Offloaded = ()
+    loss_scale: bool = True
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "batch", "microbatches"):
@@ -81,8 +85,8 @@ class Setup:
             raise ValueError(f"tp={self.tp} does not divide the model's {self.config.groups} heads")
         if self.dtype == "fp32" and "parameters" in dict(self.offload):
             raise ValueError(
-                "parameters on the host, and dtype='fp32' computes with them as they are; 'bf16' or "
-                "'fp16' computes with copies"
+                "parameters on the host, and dtype='fp32' computes with them as they are; 'bf16' "
+                "or 'fp16' computes with copies"
             )
         if self.pp > self.config.layers:
             raise ValueError(f"pp={self.pp} stages, and the model has {self.config.layers} layers")
@@ -109,7 +113,12 @@ class Setup:
     def __str__(self) -> str:
         axes = [f"{n} {getattr(self, n)}" for n in ("pp", "dp", "tp") if getattr(self, n) > 1]
         parts = f"{self.microbatches} × {self.batch}" if self.microbatches > 1 else f"{self.batch}"
-        words = [" × ".join(axes) or "one rank", f"stage {self.stage}", f"batch {parts}"]
+        words = [
+            " × ".join(axes) or "one rank",
+            f"stage {self.stage}",
+            self.dtype,
+            f"batch {parts}",
+        ]
         words += ["remat"] * self.remat
         return ", ".join(words + [f"{part} on {place}" for part, place in self.offload])
 
@@ -235,11 +244,13 @@ def _traced(
     ).abstract(**({"pp": stage} if stages > 1 else {}))
     counts = [0 if place != stage else layers for place in range(stages)]
     config = dataclasses.replace(setup.config, layers=layers)
-    functions = [
+    functions: list[Callable[..., Tensor]] = [
         functools.partial(_stage, setup, config, place == 0, place == stages - 1)
         for place in range(stages)
     ]
     rows = setup.dp * setup.batch * parts
+    if setup.stage == 3 and stages > 1 and setup.remat:
+        functions = [remat(function) for function in functions]
     params, tokens = eval_shape(
         lambda: (_parameters(config, counts), torch.zeros(rows, config.length, dtype=torch.int64))
     )
@@ -254,7 +265,7 @@ def _traced(
         clip=1.0 if setup.clip else None,
         slice_rules=rules,
         policy=None if setup.dtype == "fp32" else policy(compute=setup.dtype),
-        loss_scale=LossScale() if setup.dtype == "fp16" else None,
+        loss_scale=LossScale() if setup.dtype == "fp16" and setup.loss_scale else None,
     )
     state = init(params if stages > 1 else params[0])
     return plan(
@@ -292,7 +303,8 @@ def _stage(
     def block(weights: gpt.Params, x: Tensor) -> Tensor:
         return gpt.transform([weights], x, config, cut)
 
-    run = remat(block) if setup.remat else block
+    each = setup.remat and not (setup.stage == 3 and setup.pp > 1)
+    run = remat(block) if each else block
     for weights in params["blocks"]:
         x = run(weights, x)
     if not last:

@@ -1,7 +1,7 @@
 """Plans: what one step costs on one rank, before it runs.
 
-``plans.py`` reads them off a traced program, ``estimating.py`` makes seconds of bytes, and says what
-a device holds when parts live elsewhere, ``drawing.py`` shows them.
+``plans.py`` reads them off a traced program, ``residing.py`` says what is on the device and what
+lives elsewhere, ``estimating.py`` makes seconds of bytes and operations, ``drawing.py`` shows them.
 """
 
 from .estimating import Estimate

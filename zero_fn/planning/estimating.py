@@ -1,20 +1,14 @@
-"""Seconds from bytes and operations, and what a device holds when parts of it live elsewhere."""
+"""Seconds from bytes and operations: estimates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ..accounting import PARTS, Collective, Moment, Work
+from ..accounting import Collective, Work
 from ..hardware import Hardware
-from ..naming import size_of, suggestion
-from ..program import Peak, Program
-
-Place = Literal["host", "disk"]
-Offload = Mapping[str, Place]  # parts of memory to where they live
-
-MOVABLE = ("parameters", "gradients", "optimizer state")
-_SLOTS = 2  # files of a leaf on disk: a step reads one and writes the other
+from ..naming import size_of
+from .residing import Offload
 
 
 class Estimate(NamedTuple):
@@ -45,71 +39,6 @@ class Estimate(NamedTuple):
     def serial(self) -> float:
         """A step that computes while nothing is sent."""
         return self.compute + sum(self.communication.values()) + self.idle + self.offload
-
-
-class Resident(NamedTuple):
-    """What lives where.
-
-    Attributes:
-        rest: on the device between steps, by what it is.
-        moments: on the device while each operation runs.
-        host: bytes on the host.
-        disk: bytes on disk, both files of each leaf.
-    """
-
-    rest: dict[str, int]
-    moments: list[Moment]
-    host: int
-    disk: int
-
-
-def resident(program: Program, offload: Offload) -> Resident:
-    """What is on the device, on the host and on disk.
-
-    An offloaded gradient leaves as soon as it exists: of gradients the device holds the largest one
-    at a time (ZeRO-Offload, arXiv 2101.06840, section 4.1). What computes with offloaded parameters
-    are copies, gathered or in another dtype, which are counted as they are.
-
-    Raises:
-        ValueError: for a part that cannot live elsewhere, or an unknown place.
-    """
-    for part, place in offload.items():
-        if part not in MOVABLE:
-            raise ValueError(f"offload has {part!r}; {suggestion(part, MOVABLE)}")
-        if place not in ("host", "disk"):
-            raise ValueError(f"offload[{part!r}] is {place!r}; it is 'host' or 'disk'")
-    rest, files = program.at_rest(), program.in_files()
-    moments = program.memory_timeline()
-    away = {"host": 0, "disk": sum(files.values())}
-    for part, place in offload.items():
-        most = max(moment.parts.get(part, 0) for moment in moments)
-        away[place] += most - files.get(part, 0)
-    kept = largest_step([moment.parts.get("gradients", 0) for moment in moments])
-    here = []
-    for moment in moments:
-        parts = {part: moment.parts.get(part, 0) - files.get(part, 0) for part in PARTS}
-        for part in offload:
-            parts[part] = min(parts[part], kept) if part == "gradients" else 0
-        here.append(Moment(moment.operation, sum(parts.values()), parts))
-    at_rest = {
-        part: 0 if part in offload else size - files.get(part, 0) for part, size in rest.items()
-    }
-    return Resident(at_rest, here, away["host"], _SLOTS * away["disk"])
-
-
-def largest_step(sizes: Sequence[int]) -> int:
-    """The most that is added at once."""
-    return max(
-        (after - before for before, after in zip([0, *sizes], sizes, strict=False)), default=0
-    )
-
-
-def peak_of(program: Program, moments: Sequence[Moment]) -> Peak:
-    """The peak on the device: the program's own, but for what lives elsewhere."""
-    place = max(range(len(moments)), key=lambda place: moments[place].bytes)
-    moment = moments[place]
-    inputs = sum(moments[0].parts.values())
-    return Peak(moment.bytes, moment.parts, inputs, moment.operation, program.line(place))
 
 
 def estimate(

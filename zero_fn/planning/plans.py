@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .. import tree
-from ..accounting import PARTS, Collective
+from ..accounting import Collective
 from ..compiler import Jitted, jit
 from ..hardware import Hardware
 from ..hardware import hardware as _hardware
@@ -26,7 +26,8 @@ from ..program import Peak, Program
 from ..ranks import spmd
 from ..tree import PyTree
 from .drawing import figure_of, html_of, table_of, text_of
-from .estimating import Estimate, Offload, check_room, estimate, peak_of, resident
+from .estimating import Estimate, check_room, estimate
+from .residing import Offload, Turns, most_of, peak_of, resident, states_of, turns_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,6 +53,8 @@ class Plan:
         timeline: of a pipeline, when each stage computes; None without one.
         host: bytes on the host.
         disk: bytes on disk, both files of each leaf.
+        turns: for each operation of a line of the program, what is alive at its first turn, at its
+            last one, and at its highest.
     """
 
     label: str
@@ -67,6 +70,7 @@ class Plan:
     timeline: Timeline | None = None
     host: int = 0
     disk: int = 0
+    turns: Turns = field(default_factory=dict, repr=False)
 
     @property
     def bubble(self) -> float | None:
@@ -177,7 +181,7 @@ def plan(
             compute as long as this rank's, a third of it forwards.
         offload: where parts of the memory live, ``{"optimizer state": "host"}`` say, of
             ``"parameters"``, ``"gradients"`` and ``"optimizer state"``, on the ``"host"`` or on
-            ``"disk"``; see :func:`zero_fn.planning.estimating.resident` for what that assumes.
+            ``"disk"``; see :func:`zero_fn.planning.residing.resident` for what that assumes.
             State that is on disk already (``zf.offload``) counts there by itself.
 
     Raises:
@@ -239,8 +243,6 @@ def _read_off(
 ) -> Plan:
     here = resident(program, offload)
     moments = here.moments
-    most = {part: max(moment.parts.get(part, 0) for moment in moments) for part in PARTS}
-    owned = ("parameters", "gathered parameters", "gradients", "optimizer state")
     collectives = tuple(program.collectives())
     seconds = None
     if known is not None:
@@ -251,12 +253,13 @@ def _read_off(
         sizes,
         here.rest,
         peak_of(program, moments),
-        most,
-        max(sum(moment.parts.get(part, 0) for part in owned) for moment in moments),
+        most_of(moments),
+        states_of(moments),
         collectives,
         program.flops(),
         known,
         seconds,
         host=here.host,
         disk=here.disk,
+        turns=turns_of(program, moments),
     )
