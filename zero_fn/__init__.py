@@ -100,6 +100,9 @@ from .program import Program
 from .hardware import Hardware, hardware
 from .planning import Plan, compare, eval_shape, plan
 
+# Which rank holds what.
+from .sharding_pictures import ShardingPicture, show_sharding
+
 # A ready-made step and loop, and logs of it.
 from .logs import csv_log, tensorboard_log
 from .states import Train, TrainState, unfreeze
@@ -143,6 +146,7 @@ __all__ = [
     "Residency",
     "Scheme",
     "Sharded",
+    "ShardingPicture",
     "SliceRule",
     "Sliced",
     "TopK",
@@ -220,6 +224,7 @@ __all__ = [
     "select",
     "sgd",
     "shard",
+    "show_sharding",
     "slice_params",
     "spmd",
     "tensorboard_log",

@@ -49,7 +49,11 @@ def add_command(commands: Any) -> None:
         "--sequences", type=int, help="of a step on all ranks, with --fit; 8 a rank if unset"
     )
     parser.add_argument(
-        "--claims", action="store_true", help="hold DeepSpeed's published claims against plans"
+        "--claims",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="hold DeepSpeed's published claims against plans, all or those of a name",
     )
 
 
@@ -62,10 +66,10 @@ def run(given: dict[str, Any]) -> int:
     from ..hardware import hardware
     from .presets import model
 
-    if given["claims"]:
+    if given["claims"] is not None:
         from .claims import report
 
-        return report()
+        return report(given["claims"])
     config, known = model(given["model"]).config, hardware(given["hardware"])
     if given["length"]:
         config = dataclasses.replace(config, length=given["length"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..accounting import PARTS
+from ..memory_drawing import COLOURS, unit_of
 from ..naming import size_of
 
 if TYPE_CHECKING:
@@ -115,33 +116,34 @@ def html_of(table: Table) -> str:
     )
 
 
-# Paul Tol's light scheme: told apart by colour-blind readers.
-_COLOURS = dict(
-    zip(PARTS, ("#77AADD", "#99DDFF", "#EE8866", "#44BB99", "#EEDD88", "#BBBBBB"), strict=True)
-)
-
-
 def figure_of(plans: Sequence[Plan]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2 + 2.2 * len(plans), 4), layout="constrained")
+    figure = Figure(figsize=(3.5 + 2.2 * len(plans), 4), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     names, bars = [], []
     for plan in plans:
         for when, sizes in (("at rest", plan.rest), ("peak", plan.peak.parts)):
             names.append(f"{plan.label}\n{when}")
             bars.append(sizes)
+    highest = max(sum(sizes.values()) for sizes in bars)
+    unit, unit_name = unit_of(highest)
     floors = [0.0] * len(bars)
     for part in PARTS:
-        heights = [sizes.get(part, 0) / 2**30 for sizes in bars]
+        heights = [sizes.get(part, 0) / unit for sizes in bars]
         if any(heights):
-            axes.bar(range(len(bars)), heights, 0.7, floors, label=part, color=_COLOURS[part])
+            axes.bar(range(len(bars)), heights, 0.7, floors, label=part, color=COLOURS[part])
             floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
     for known in {plan.hardware.name: plan.hardware for plan in plans if plan.hardware}.values():
-        axes.axhline(known.memory / 2**30, color="#888888", linestyle="--")
-        axes.annotate(known.name, (len(bars) - 0.5, known.memory / 2**30), ha="right", va="bottom")
+        if known.memory > 4 * highest:  # its line would leave nothing else to see
+            axes.set_title(
+                f"{known.name} has {size_of(known.memory)}", loc="left", fontsize="small"
+            )
+            continue
+        axes.axhline(known.memory / unit, color="#888888", linestyle="--")
+        axes.annotate(known.name, (len(bars) - 0.5, known.memory / unit), ha="right", va="bottom")
     axes.set_xticks(range(len(bars)), names)
-    axes.set_ylabel("GiB on one rank")
+    axes.set_ylabel(f"{unit_name} on one rank")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

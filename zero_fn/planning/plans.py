@@ -190,6 +190,7 @@ def plan(
             hardware, or a dtype or place that it has no figure for; for an
             unknown part or place.
     """
+    step = getattr(step, "jitted", step)  # what wraps a jitted step says so
     if isinstance(step, Jitted):
         jitted = step
     elif mesh is not None:
