@@ -32,6 +32,7 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt3"], "no model 'gpt3'"),
         (["--hardware", "h10"], "did you mean 'h100'"),
         (["--fit"], "give it: --ranks 16"),
+        (["--fit", "--ranks", "4", "--stage", "2"], "--fit looks for --stage by itself"),
         (["--ranks", "4"], "--ranks goes with --fit"),
         (["--tp", "2"], "tp=2 does not divide the model's 25 heads"),
         (["--dp", "0"], "dp is 0; it is 1 or more"),

@@ -263,3 +263,19 @@ def test_sizes_that_do_not_agree() -> None:
         zf.from_deepspeed({"sparse_attention": {"mode": "bigbrid"}})
     with pytest.raises(ValueError, match="no nvme_path"):
         zf.from_deepspeed({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}})
+
+
+def test_sgd_decays_as_torch_s() -> None:
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+    config = {"optimizer": {"type": "SGD", "params": settings}, "gradient_clipping": 100}
+    init, step = zf.from_deepspeed(config, ranks=2).train_step(loss_fn, zf.Mesh(dp=2))
+    state, losses = init(new_params()), []
+    for batch in batches(4):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"].item())
+
+    def sgd(params: Any) -> Any:
+        return torch.optim.SGD(params, **settings)
+
+    expected = dense_losses(sgd, lambda _: 0.05, 100.0, 4)
+    assert losses == pytest.approx(expected, rel=1e-9)  # float64, sums in other orders

@@ -110,6 +110,13 @@ def _fit(given: dict[str, Any], config: Any, known: Any, dtype: str) -> int:
 
     if given["ranks"] is None:
         raise ValueError("--fit looks for what fits a number of devices; give it: --ranks 16")
+    for name, unset in (
+        *((name, 1) for name in ("dp", "tp", "pp", "batch", "microbatches")),
+        ("stage", 0),
+        ("remat", False),
+    ):
+        if given[name] != unset:
+            raise ValueError(f"--fit looks for --{name} by itself; leave it out")
     sequences = given["sequences"] or 8 * given["ranks"]
     offload = given["offload"] == "host"
     found = search(config, known, given["ranks"], sequences, dtype=dtype, offload=offload)

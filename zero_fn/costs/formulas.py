@@ -8,11 +8,13 @@ operations a parameter and token, 8 with recomputation, at the hardware's effici
 pipeline's fill and drain.
 """
 
+import torch
+
 from ..hardware import Hardware
 from ..naming import size_of
 from .setups import Setup
 
-_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def least_memory(setup: Setup) -> float:
@@ -43,10 +45,14 @@ def least_memory(setup: Setup) -> float:
 
 
 def least_seconds(setup: Setup, hardware: Hardware) -> float:
-    """Seconds of a step, at the least."""
+    """Seconds of a step, at the least.
+
+    Raises:
+        ValueError: for a dtype that the hardware has no figure for.
+    """
     tokens = setup.sequences * setup.config.length
     operations = (8 if setup.remat else 6) * setup.config.parameters * tokens / setup.ranks
-    speed = hardware.flops[_NAMES[setup.dtype]] * hardware.efficiency
+    speed = hardware.flops_of(_DTYPES[setup.dtype]) * hardware.efficiency
     fill = (setup.pp - 1) / setup.microbatches
     own = setup.config.parameters / (setup.tp * setup.pp)
     times = setup.microbatches * 3 if setup.stage == 3 else 2

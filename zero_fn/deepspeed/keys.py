@@ -103,6 +103,7 @@ def _flattened(config: Config, prefix: str = "") -> list[tuple[str, Any]]:
 
 _READ = {
     "": (
+        "train_batch_size",
         "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
         "optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "sparse_attention",
         "pipeline", "tensor_parallel", "tensorboard", "csv_monitor", "communication_data_type",

@@ -10,6 +10,8 @@ from ..optim import (
     Optimizer,
     adam,
     adamw,
+    add_decayed_weights,
+    chain,
     constant,
     onebit_adam,
     onebit_lamb,
@@ -114,7 +116,9 @@ def read_optimizer(keys: Keys) -> Optimizer | LocalOptimizer | None:
     rate = keys.take(f"{params}.lr", 1e-3)
     keys.became("optimizer.type", f"zf.{make.__name__}")
     schedule = _schedule(keys, rate)
-    return make(rate if schedule is None else schedule, **settings)
+    made = make(rate if schedule is None else schedule, **settings)
+    decay = keys.take(f"{params}.weight_decay", 0.0)  # of SGD: the others have taken it
+    return chain(add_decayed_weights(decay), made) if decay else made
 
 
 def _check_fixed(keys: Keys, params: str) -> None:

@@ -12,7 +12,6 @@ _DATA = "belongs to the data, which are any iterable"
 
 REASONS: dict[str, str] = {
     # the step
-    "train_batch_size": "the product of the others, which is checked",
     "managed_gradient_accumulation": "a step takes the whole batch and cuts it by itself",
     "prescale_gradients": "gradients are means in float32, which does not overflow",
     "gradient_predivide_factor": "gradients are means in float32, which does not overflow",
