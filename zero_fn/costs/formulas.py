@@ -18,13 +18,23 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def least_memory(setup: Setup) -> float:
-    """Bytes on the rank with the most blocks, at the least."""
+    """Bytes on the rank that needs the most, at the least."""
+    config = setup.config
+    table = config.vocabulary * config.width
+    outside = table * (1 if config.tied else 2) + (config.length + 2) * config.width
+    block = (config.parameters - outside) / config.layers
+    found = []
+    for stage, layers in enumerate(setup.stage_layers):
+        own = layers * block + (table if stage in (0, setup.pp - 1) else 0)
+        under_way = min(setup.pp - stage, setup.microbatches)
+        found.append(_least_of(setup, own / setup.tp, block / setup.tp, layers * under_way))
+    return max(found)
+
+
+def _least_of(setup: Setup, own: float, block: float, kept: int) -> float:
+    """The same of one stage: its parameters, those of a block, and the blocks of all micro-batches
+    that are under way."""
     config, away = setup.config, dict(setup.offload)
-    layers = max(setup.stage_layers)
-    block = (config.parameters - config.vocabulary * config.width) / config.layers
-    own = layers * block / setup.tp
-    if setup.pp == 1:
-        own += config.vocabulary * config.width / setup.tp
     cut = own / setup.dp if setup.stage else own
     states = 0.0
     if "parameters" not in away:
@@ -34,14 +44,15 @@ def least_memory(setup: Setup) -> float:
     width = 4 if setup.dtype == "fp32" else 2
     copies = 0.0 if setup.stage == 0 and width == 4 else width * own
     if setup.stage == 3:
-        copies = width * block / setup.tp
+        copies = width * block
     update = 4 * cut if "gradients" not in away else 0.0
     if setup.dtype == "fp16" and setup.loss_scale and not away:
         update += 12 * cut  # the new state beside the old
-    under_way = min(setup.pp, setup.microbatches)
     stream = setup.batch * config.length * config.width / setup.tp
-    kept = stream * layers * under_way * (2 if setup.remat else 20) * (width / 2)
-    return states + max(copies + kept, update)
+    if setup.remat and setup.stage == 3 and setup.pp > 1:
+        kept = 1  # whole stages are computed again
+    activations = stream * kept * (width if setup.remat else 10 * width)
+    return states + max(copies + activations, update)
 
 
 def least_seconds(setup: Setup, hardware: Hardware) -> float:

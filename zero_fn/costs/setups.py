@@ -104,11 +104,7 @@ class Setup:
     @property
     def stage_layers(self) -> tuple[int, ...]:
         """The blocks of each stage of the pipeline, the slowest stage as fast as can be."""
-        width, length = self.config.width, self.config.length
-        costs = [0.0, *[12.0 * width + length] * self.config.layers, float(self.config.vocabulary)]
-        last = self.config.layers
-        cut = partition(costs, self.pp)
-        return tuple([len(range(max(part.start, 1), min(part.stop, last + 1))) for part in cut])
+        return _stage_layers(self.config, self.pp)
 
     def __str__(self) -> str:
         axes = [f"{n} {getattr(self, n)}" for n in ("pp", "dp", "tp") if getattr(self, n) > 1]
@@ -121,6 +117,14 @@ class Setup:
         ]
         words += ["remat"] * self.remat
         return ", ".join(words + [f"{part} on {place}" for part, place in self.offload])
+
+
+@functools.cache
+def _stage_layers(config: gpt.Config, stages: int) -> tuple[int, ...]:
+    block = 12.0 * config.width + config.length  # multiplications a token and channel
+    cut = partition([0.0, *[block] * config.layers, float(config.vocabulary)], stages)
+    ends = [(max(part.start, 1), min(part.stop, config.layers + 1)) for part in cut]
+    return tuple([max(0, end - start) for start, end in ends])
 
 
 def plan_setup(
