@@ -119,7 +119,7 @@ axes.set(xlabel="micro-batches", ylabel="bubble", xscale="log", ylim=(0, 0.7))
 
 # %% [markdown]
 # On the command line: `zero-fn plan --model 1t --tp 8 --pp 100 --microbatches 256 --remat
-# --hardware v100-32gb`, and `zero-fn plan --claims` for this and five more of DeepSpeed's claims,
-# each with the assumption that it hangs on. On real GPUs the same set-up is
+# --hardware v100-32gb --no-loss-scale`, and `zero-fn plan --claims` for this and five more of
+# DeepSpeed's claims, each with the assumption that it hangs on. On real GPUs the same set-up is
 # `zf.train_step(zf.pipeline(...), ...)` with `zf.Mesh(pp=100, tp=8)` under `torchrun`, and
 # `plan.table(measured={"peak": ...})` shows what was measured beside what was planned.

@@ -35,6 +35,11 @@ def add_command(commands: Any) -> None:
         "--dtype", choices=("fp32", "bf16", "fp16"), help="bf16 if unset, fp16 on a V100"
     )
     parser.add_argument(
+        "--no-loss-scale",
+        action="store_true",
+        help="with fp16: no dynamic loss scale, which keeps old state beside the new",
+    )
+    parser.add_argument(
         "--offload", choices=("host", "disk"), help="where parameters, gradients and moments live"
     )
     parser.add_argument(
@@ -91,6 +96,7 @@ def _plan(given: dict[str, Any], config: Any, known: Any, dtype: str) -> int:
         **{name: given[name] for name in ("stage", "dp", "tp", "pp", "batch", "microbatches")},
         remat=given["remat"],
         dtype=dtype,
+        loss_scale=not given["no_loss_scale"],
         offload=tuple((part, given["offload"]) for part in parts) if given["offload"] else (),
     )
     found = plan_setup(setup, known, whole=given["whole"])
@@ -119,7 +125,15 @@ def _fit(given: dict[str, Any], config: Any, known: Any, dtype: str) -> int:
             raise ValueError(f"--fit looks for --{name} by itself; leave it out")
     sequences = given["sequences"] or 8 * given["ranks"]
     offload = given["offload"] == "host"
-    found = search(config, known, given["ranks"], sequences, dtype=dtype, offload=offload)
+    found = search(
+        config,
+        known,
+        given["ranks"],
+        sequences,
+        dtype=dtype,
+        offload=offload,
+        loss_scale=not given["no_loss_scale"],
+    )
     if given["json"]:
         ranking = [as_json(plan) for _, plan in found.ranking]
         reasons = [

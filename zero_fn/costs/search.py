@@ -88,6 +88,7 @@ def search(
     *,
     dtype: str = "bf16",
     offload: bool = False,
+    loss_scale: bool = True,
     wanted: int = 3,
     seconds: float = 45.0,
 ) -> Found:
@@ -100,6 +101,7 @@ def search(
         sequences: of one step, on all ranks.
         dtype: of computing.
         offload: whether parameters, gradients and optimizer state may live on the host.
+        loss_scale: whether a loss in ``"fp16"`` has a dynamic scale.
         wanted: how many to find.
         seconds: after which nothing more is traced.
 
@@ -109,6 +111,7 @@ def search(
     start = time.perf_counter()
     excluded, candidates = [], []
     for setup in candidates_of(config, ranks, sequences, dtype, offload):
+        setup = dataclasses.replace(setup, loss_scale=loss_scale)
         reason = why_not(setup, hardware)
         if reason is None:
             candidates.append(setup)
