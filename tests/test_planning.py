@@ -174,9 +174,7 @@ def test_a_step_that_sends_one_bit_is_planned() -> None:
 
 
 def test_state_on_disk_is_not_in_memory(tmp_path: Path) -> None:
-    init, step = zf.train_step(
-        lambda p, x: (x @ p).square().mean(), zf.adamw(0.1), zf.Mesh(dp=1).abstract()
-    )
+    init, step = zf.train_step(lambda p, x: (x @ p).square().mean(), zf.adamw(0.1), zf.Mesh(dp=1))
     state, x = init(torch.ones(1 << 16)), torch.ones(2, 1 << 16)
     there = zf.offload(state, tmp_path / "run", where="opt_state.*")
     here, away = zf.plan(step, state, x), zf.plan(step, there, x)

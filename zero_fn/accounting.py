@@ -178,7 +178,8 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
     """What is alive while each operation runs.
 
     Inputs are alive throughout; what an operation makes, from there to its last use, and what a
-    collective sends, until its result is waited for. Views count once, with what they look at.
+    collective sends, until its result is waited for. Views count once, with what they look at. The
+    files that new state is written to are no memory.
 
     Args:
         graph: the graph.
@@ -197,7 +198,7 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
     ending: dict[int, list[tuple[str, int]]] = {}
     moments = []
     for place, node in enumerate(nodes):
-        if node.op == "call_function" and not is_alias(node) and not is_item(node):
+        if _allocates(node):
             for result, size in parts(node):
                 part = belongs.get(node, "other")
                 alive[part] += size
@@ -206,6 +207,12 @@ def timeline(graph: Graph, inputs: Mapping[Node, str]) -> list[Moment]:
         for part, size in ending.pop(place, []):
             alive[part] -= size
     return moments
+
+
+def _allocates(node: Node) -> bool:
+    if node.op != "call_function" or is_alias(node) or is_item(node):
+        return False
+    return op_name(node) != "zero_fn::next_slot"  # a file
 
 
 def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, str]:
