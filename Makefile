@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs
 
 demo: .venv/installed
 	$(BIN)/python -m zero_fn demo
@@ -14,6 +14,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy zero_fn kernels
+
+# API pages from the docstrings, in build/docs.
+docs: .venv/installed
+	$(BIN)/python -m pdoc zero_fn '!zero_fn.__main__' --docformat google -o build/docs
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,6 +1,7 @@
 """Plans: counted bytes against closed forms, estimates against arithmetic, what errors say."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,34 @@ def test_errors_say_what_to_write() -> None:
         dataclasses.replace(DEVICE, flops={"float32": -1})
     with pytest.raises(ValueError, match="it is at most 1"):
         dataclasses.replace(DEVICE, efficiency=2.0)
+
+
+def test_any_rank_of_an_abstract_mesh() -> None:
+    def own(state: Tensor, batch: Tensor) -> Tensor:
+        return zf.psum(batch.sum() * state * zf.axis_index("dp"), "dp")
+
+    mesh = zf.Mesh(dp=4)
+    program = zf.jit(zf.spmd(own, mesh.abstract(dp=3))).trace(torch.ones(2), torch.ones(8))
+    assert ", 3" in str(program) or "3)" in str(program)
+    with pytest.raises(ValueError, match="a place along 'tp'"):
+        mesh.abstract(tp=0)
+    with pytest.raises(ValueError, match=r"place 4 along 'dp', which has places 0 to 3"):
+        mesh.abstract(dp=4)
+
+
+def test_a_step_that_sends_one_bit_is_planned() -> None:
+    mesh = zf.Mesh(dp=4).abstract()
+    init, step = zf.train_step(lambda p, x: (x @ p).sum(), zf.onebit_adam(0.1, 5), mesh)
+    found = zf.plan(step, init(torch.ones(4096)), torch.ones(4, 4096))
+    assert {collective.kind for collective in found.collectives} >= {"all_reduce"}
+
+
+def test_state_on_disk_is_not_in_memory(tmp_path: Path) -> None:
+    init, step = zf.train_step(lambda p, x: (x @ p).square().mean(), zf.adamw(0.1), zf.Mesh(dp=1))
+    state, x = init(torch.ones(1 << 16)), torch.ones(2, 1 << 16)
+    there = zf.offload(state, tmp_path / "run", where="opt_state.*")
+    here, away = zf.plan(step, state, x), zf.plan(step, there, x)
+    assert here.disk == 0
+    assert away.disk == pytest.approx(2 * 8 * (1 << 16), abs=64)  # two files of each moment
+    assert away.rest["optimizer state"] < 64
+    assert away.peak.bytes <= here.peak.bytes - 8 * (1 << 16) + 64

@@ -104,6 +104,9 @@ from .program import Program
 from .hardware import Hardware, hardware
 from .planning import Plan, compare, eval_shape, plan
 
+# Which rank holds what.
+from .sharding_pictures import ShardingPicture, show_sharding
+
 # A ready-made step and loop, and logs of it.
 from .logs import csv_log, tensorboard_log
 from .resuming import Checkpoints
@@ -112,6 +115,9 @@ from .train import fit, progress, train_step
 
 # Processes, started from a notebook or a script.
 from .launching import RankError, launch
+
+# Configurations of DeepSpeed's, read into steps.
+from .deepspeed.config import FromDeepSpeed, from_deepspeed
 
 # Inference: generation, batching, quantised weights, and students of larger models.
 from .inference.batching import Batcher
@@ -133,6 +139,7 @@ __all__ = [
     "Codec",
     "ContinuousBatcher",
     "ErrorFeedback",
+    "FromDeepSpeed",
     "Hardware",
     "Int8",
     "LocalOptimizer",
@@ -150,6 +157,7 @@ __all__ = [
     "Saving",
     "Scheme",
     "Sharded",
+    "ShardingPicture",
     "SliceRule",
     "Sliced",
     "TopK",
@@ -187,6 +195,7 @@ __all__ = [
     "export_safetensors",
     "fit",
     "freeze",
+    "from_deepspeed",
     "from_module",
     "gather_tree",
     "generate",
@@ -232,6 +241,7 @@ __all__ = [
     "select",
     "sgd",
     "shard",
+    "show_sharding",
     "slice_params",
     "spmd",
     "tensorboard_log",

@@ -1,10 +1,11 @@
-"""The command line: ``zero-fn demo``, ``run``, ``generate`` and ``serve``."""
+"""The command line: ``zero-fn demo``, ``run``, ``plan``, ``generate`` and ``serve``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .costs import commands as costs
 from .inference import commands as inference
 from .launching import scripts
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--resume", action="store_true", help="go on from the newest checkpoint, if there is one"
     )
     scripts.add_command(commands)
+    costs.add_command(commands)
     inference.add_commands(commands)
     given = vars(parser.parse_args(arguments))
     command = given["command"]
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "run":
             return scripts.run(given)
         del given["command"]
+        if command == "plan":
+            return costs.run(given)
 
         from .demo import Options, run  # here, so that --help is quick
 

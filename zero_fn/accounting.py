@@ -30,6 +30,7 @@ RING: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda size, n: size * (n - 1),
     "reduce_scatter": lambda size, n: size * (n - 1) // n,
     "all_to_all": lambda size, n: size * (n - 1) // n,
+    "send": lambda size, n: size,
 }
 _KIND = {
     "all_reduce": "all_reduce",
@@ -53,7 +54,8 @@ class Collective(NamedTuple):
     """The collectives of one kind over one axis.
 
     Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``; ``send`` for
+            the messages of a pipeline.
         axis: the mesh axis' name.
         calls: how many there are.
         bytes_in: what one rank puts in, over all of them.
@@ -96,7 +98,9 @@ class Moment(NamedTuple):
 
 
 def kind_of(node: Node) -> str | None:
-    """The kind of a collective; None for other operations."""
+    """The kind of a collective or message; None for other operations."""
+    if op_name(node) == "zero_fn::send":
+        return "send"
     if node.op != "call_function" or getattr(node.target, "namespace", "") != "_c10d_functional":
         return None
     return _KIND.get(node.target.__name__.split(".")[0])  # type: ignore[union-attr]
@@ -190,7 +194,8 @@ def timeline(
     """What is alive on the device, or in the host's memory, while each operation runs.
 
     Inputs are alive throughout; what an operation makes, from there to its last use, and what a
-    collective sends, until its result is waited for. Views count once, with what they look at.
+    collective sends, until its result is waited for. Views count once, with what they look at. The
+    files that new state is written to are no memory.
 
     Args:
         graph: the graph.
@@ -214,7 +219,7 @@ def timeline(
     ending: dict[int, list[tuple[str, int]]] = {}
     moments = []
     for place, node in enumerate(nodes):
-        if node.op == "call_function" and not is_alias(node) and not is_item(node):
+        if _allocates(node):
             for result, size in parts(node):
                 if (result in there) is not host or result in files:
                     continue
@@ -225,6 +230,12 @@ def timeline(
         for part, size in ending.pop(place, []):
             alive[part] -= size
     return moments
+
+
+def _allocates(node: Node) -> bool:
+    if node.op != "call_function" or is_alias(node) or is_item(node):
+        return False
+    return op_name(node) != "zero_fn::next_slot"  # a file
 
 
 def _parts_of(nodes: Sequence[Node], inputs: Mapping[Node, str]) -> dict[Node, str]:

@@ -96,7 +96,7 @@ def exchanging_step(
     def stepped(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Tensor]]:
         return run(state._replace(opt_state=optimizer.advance(state.opt_state)), batch)
 
-    stepped.trace = run.trace  # type: ignore[attr-defined]
+    stepped.trace, stepped.jitted = run.trace, run  # type: ignore[attr-defined]
     return Train(spmd(init, mesh, data_axes=(axis,)), stepped)
 
 

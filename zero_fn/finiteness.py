@@ -48,5 +48,5 @@ def raising(step: Callable[..., Any]) -> Callable[..., Any]:
             raise FloatingPointError(f"the loss is {loss}, and all gradients are finite")
         return new, metrics
 
-    checked.trace = step.trace  # type: ignore[attr-defined]
+    checked.trace, checked.jitted = step.trace, step  # type: ignore[attr-defined]
     return checked

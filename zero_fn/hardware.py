@@ -27,6 +27,10 @@ class Hardware:
         network: bytes a second that a device sends to other nodes, when all of its node do.
         node: devices of a node.
         efficiency: the share of ``flops`` that matrix products reach: an assumption.
+        host: bytes of the host's memory for each device, all of a node in use; None: not known.
+        host_link: bytes a second between a device and its host, in one direction; None: not known.
+        host_bandwidth: bytes a second of the host's memory for each device; None: not known.
+        disk: bytes a second to and from the disks of a node, for each device; None: not known.
     """
 
     name: str
@@ -37,11 +41,18 @@ class Hardware:
     network: float
     node: int = 8
     efficiency: float = 0.5
+    host: float | None = None
+    host_link: float | None = None
+    host_bandwidth: float | None = None
+    disk: float | None = None
 
     def __post_init__(self) -> None:
         figures = {f"flops[{name!r}]": figure for name, figure in self.flops.items()}
         for field in ("memory", "bandwidth", "link", "network", "node", "efficiency"):
             figures[field] = getattr(self, field)
+        for field in ("host", "host_link", "host_bandwidth", "disk"):
+            if getattr(self, field) is not None:
+                figures[field] = getattr(self, field)
         for field, figure in figures.items():
             if not figure > 0:
                 raise ValueError(f"{field} of {self.name!r} is {figure!r}; it is more than 0")
@@ -67,7 +78,8 @@ _GB, _TF = 1e9, 1e12
 KNOWN = {
     hardware.name: hardware
     for hardware in (
-        # 16 to a DGX-2, which has 8 links of 100 Gbit/s to the network. No bfloat16: float16.
+        # 16 to a DGX-2, which has 8 links of 100 Gbit/s to the network, 1.5 TB of memory in 12
+        # channels of DDR4-2666, and PCIe 3. No bfloat16: float16.
         Hardware(
             "v100-32gb",
             32 * _GB,
@@ -76,8 +88,12 @@ KNOWN = {
             150 * _GB,
             6.25 * _GB,
             16,
+            host=1536 * _GB / 16,
+            host_link=16 * _GB,
+            host_bandwidth=256 * _GB / 16,
         ),
-        # 8 to a DGX A100, which has 8 links of 200 Gbit/s. float32 without TF32.
+        # 8 to a DGX A100, which has 8 links of 200 Gbit/s, 2 TB of memory in 16 channels of
+        # DDR4-3200, and PCIe 4. float32 without TF32.
         Hardware(
             "a100-80gb",
             80 * _GB,
@@ -90,8 +106,12 @@ KNOWN = {
             2039 * _GB,
             300 * _GB,
             25 * _GB,
+            host=2048 * _GB / 8,
+            host_link=32 * _GB,
+            host_bandwidth=410 * _GB / 8,
         ),
-        # 8 to a DGX H100 or H200, which has 8 links of 400 Gbit/s.
+        # 8 to a DGX H100 or H200, which has 8 links of 400 Gbit/s, 2 TB of memory in 16 channels of
+        # DDR5-4800, and PCIe 5.
         *(
             Hardware(
                 name,
@@ -105,6 +125,9 @@ KNOWN = {
                 bandwidth * _GB,
                 450 * _GB,
                 50 * _GB,
+                host=2048 * _GB / 8,
+                host_link=64 * _GB,
+                host_bandwidth=614 * _GB / 8,
             )
             for name, memory, bandwidth in (("h100", 80, 3350), ("h200", 141, 4800))
         ),

@@ -147,12 +147,32 @@ class Mesh:
         if self.interpreter == "processes":
             self._join_processes(timeout)
 
-    def abstract(self) -> "Mesh":
-        """The same axes as sizes only: ``spmd`` on it runs rank 0's program on fake tensors."""
+    def abstract(self, **place: int) -> "Mesh":
+        """The same axes as sizes only: ``spmd`` on it runs one rank's program on fake tensors.
+
+        Args:
+            place: the rank's place along axes, ``pp=3`` say; 0 along the others.
+
+        Raises:
+            ValueError: for an axis that the mesh does not have, or a place beyond its size.
+
+        >>> Mesh(dp=100, pp=8).abstract(pp=7)
+        Mesh(dp=100, pp=8) of 800 abstract ranks
+        """
+        for name, number in place.items():
+            if name not in self.shape:
+                raise ValueError(f"a place along {name!r}, and the mesh has {list(self.shape)}")
+            if not 0 <= number < self.shape[name]:
+                raise ValueError(
+                    f"place {number} along {name!r}, which has places 0 to {self.shape[name] - 1}"
+                )
         mesh = object.__new__(Mesh)
         mesh.shape, mesh.size, mesh.interpreter = dict(self.shape), self.size, "abstract"
         mesh.timeout = self.timeout
-        mesh._axes = {name: Axis(name, size, group=name) for name, size in self.shape.items()}
+        mesh._axes = {
+            name: Axis(name, size, place.get(name, 0), group=name)
+            for name, size in self.shape.items()
+        }
         return mesh
 
     @property

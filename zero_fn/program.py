@@ -11,20 +11,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import accounting, disk, tree
+from . import accounting, disk, memory_drawing, tree
 from .accounting import Collective, Moment, Place, Work
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
 from .naming import size_of
 from .sharding import Sharded
 from .tree import Tensor, TreeDef
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Static(NamedTuple):
@@ -120,14 +123,25 @@ class Program:
         """
         return accounting.timeline(self.graph_module.graph, self._inputs(), place, self._filed())
 
+    def draw_memory(self, ax: "Axes | None" = None) -> "Axes":
+        """Draw what is alive while each operation runs, by what it is, with the peak.
+
+        Args:
+            ax: matplotlib Axes to draw on; None: new ones. Nothing is shown or written.
+        """
+        return memory_drawing.draw_memory(self.memory_timeline(), self.peak().line, ax)
+
     def peak(self) -> Peak:
         """The most bytes that are alive at once, what they are, and the operation that runs."""
         moments = self.memory_timeline()
         place = max(range(len(moments)), key=lambda place: moments[place].bytes)
-        node = [*self.graph_module.graph.nodes][place]
         inputs = sum(self.at_rest().values())
         moment = moments[place]
-        return Peak(moment.bytes, moment.parts, inputs, moment.operation, line_of(node))
+        return Peak(moment.bytes, moment.parts, inputs, moment.operation, self.lines()[place])
+
+    def lines(self) -> list[str]:
+        """For each operation the line of the user's program that it came from, if known."""
+        return [line_of(node) for node in self.graph_module.graph.nodes]
 
     def _filed(self) -> set[Node]:
         """The inputs that are files."""
