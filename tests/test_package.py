@@ -142,6 +142,7 @@ ROOMS = [
     "codecs",
     "feedback",
     "low_rank",
+    "signs",
     "compression",
     "testing",
     "optim",
