@@ -13,9 +13,15 @@ _HOME: dict[str, str] = {
     "dense_attention": "flash_attention",
     "fused_adamw": "adam",
     "fused_adamw_": "adam",
+    "pack_average": "momentum",
+    "pack_momentum": "momentum",
     "philox": "random_words",
+    "precondition": "momentum",
+    "rest_of_average": "momentum",
+    "rest_of_momentum": "momentum",
     "sign_pack": "sign_packing",
     "sign_unpack": "sign_packing",
+    "unpack_if": "momentum",
 }
 
 __all__ = list(_HOME)

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 _log = logging.getLogger("zero_fn.kernels")
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC")
 TIME_LIMIT = 60  # seconds for a compiler
 
 

@@ -9,6 +9,7 @@ import torch
 
 import zero_fn as zf
 from zero_fn import tree
+from zero_fn.graphs import is_alias, nbytes, op_name
 from zero_fn.models import gpt
 from zero_fn.optim.zero_one import phases
 
@@ -251,6 +252,23 @@ def test_one_collective_a_phase() -> None:
     program = step.trace(init(mlp()), batches(1)[0])  # type: ignore[attr-defined]
     calls = {found.kind: found.calls for found in program.collectives()}
     assert calls == {"all_reduce": 1, "all_to_all": 1, "all_gather": 1}  # the first is the loss
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_compressed_step_makes_nothing_of_the_models_size(stage: int) -> None:
+    mesh = zf.Mesh(dp=2).abstract()
+    init, step = zf.train_step(mlp_loss, zf.onebit_adam(1e-2, 3), mesh, stage=stage)
+    state = init(mlp())
+    state = state._replace(opt_state=replace(state.opt_state, phase="compressed"))
+    program = step.trace(state, batches(1)[0])  # type: ignore[attr-defined]
+    nodes = [node for node in program.graph_module.graph.nodes if node.op == "call_function"]
+    names = {op_name(node) for node in nodes}
+    in_place = ("rest_of_momentum", "rest_of_average", "unpack_if", "precondition")
+    assert {f"zero_fn::{name}_" for name in in_place} <= names
+    assert not {f"zero_fn::{name}" for name in in_place} & names
+    values = state.opt_state.mu.numel()
+    made = [str(node) for node in nodes if not is_alias(node) and nbytes(node) >= 4 * values]
+    assert made == []
 
 
 def test_the_step_is_traced_once_a_phase() -> None:

@@ -149,6 +149,7 @@ ROOMS = [
     "codecs",
     "feedback",
     "low_rank",
+    "signs",
     "compression",
     "testing",
     "optim",

@@ -17,12 +17,23 @@ from typing import Any
 import torch
 
 from . import tree
-from .codecs import Codec, Method, PowerSGD, codec_of, encode_with_rest, from_bytes, to_bytes
+from .codecs import (
+    Codec,
+    Method,
+    OneBit,
+    PowerSGD,
+    codec_of,
+    encode_with_rest,
+    from_bytes,
+    to_bytes,
+)
 from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
 from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of
+from .finiteness import all_finite_in
 from .low_rank import first_factors, mean_by_factors
 from .ranks import placed_leaves
 from .sharding import Sharded, Tied, is_piece
+from .signs import mean_by_signs
 from .tree import PyTree, Tensor
 
 
@@ -104,11 +115,46 @@ def compress(
             )
     bucket = bucket_of(leaves, axis)
     _check_error(error, codec, bucket)
-    flags = None if mask is None else bucket.pack(_masks(mask, grads, leaves)) > 0
-    flat = bucket.pack(leaves)
-    mean, error = exchange(flat, bucket, codec, error, axis, flags)
+    if mask is None and by_signs(codec, axis):
+        from zero_fn.kernels import sign_unpack
+
+        signs, _, error = mean_by_signs(leaves, None, 0.0, bucket, error, axis)
+        mean = sign_unpack(*signs)
+    else:
+        flags = None if mask is None else bucket.pack(_masks(mask, grads, leaves)) > 0
+        mean, error = exchange(bucket.pack(leaves), bucket, codec, error, axis, flags)
     dtypes = [leaf.dtype for leaf in leaves]
     return tree.unflatten(tree.flatten(grads)[1], bucket.unpack(mean, dtypes)), error
+
+
+def by_signs(codec: Any, axis: str) -> bool:
+    """Whether a mean is made by :func:`mean_by_signs`, which knows of no masks."""
+    return type(codec) is OneBit and axis_size(axis) > 1
+
+
+def exchange_momentum(
+    grads: Sequence[Tensor],
+    mu: Tensor,
+    beta: float,
+    bucket: Bucket,
+    method: Method,
+    error: ErrorFeedback,
+    axis: str,
+) -> tuple[Tensor, ErrorFeedback]:
+    """The mean of the ranks' beta mu + (1 - beta) g, and the new feedback; or ``mu`` as it was."""
+    codec = codec_of(method)
+    if by_signs(codec, axis):
+        from zero_fn.kernels import unpack_if
+
+        signs, finite, after = mean_by_signs(grads, mu, beta, bucket, error, axis)
+        new = unpack_if(finite, *signs, mu)
+    else:
+        own = torch.lerp(pvary(mu, axis), bucket.pack(grads), 1 - beta)
+        new, after = exchange(own, bucket, codec, error, axis)
+        assert after is not None
+        new = torch.where(after.finite, new, mu)
+    assert after is not None
+    return new, after
 
 
 def exchange(
@@ -124,10 +170,10 @@ def exchange(
     if mask is not None:
         flat = torch.where(mask, flat, 0)
     if axis_size(axis) == 1:
-        finite = flat.isfinite().all()
+        finite = all_finite_in(flat)
         return flat, None if error is None else replace(error, finite=finite)
     if isinstance(codec, PowerSGD):
-        return mean_by_factors(flat, bucket, codec, error, axis)
+        return mean_by_factors(flat, bucket, codec, error, axis, mask)
     return _in_two_phases(flat, bucket, codec, error, axis, mask)
 
 
@@ -168,7 +214,7 @@ def _in_two_phases(
     if error is None:
         return mean, None
     # NaN and infinity travel in the codes, so that all ranks see them without a word more.
-    finite = mean.isfinite().all()
+    finite = all_finite_in(mean)
     here = pvary(finite, axis)
     return mean, replace(
         error,

@@ -110,10 +110,11 @@ class Bucket(NamedTuple):
 
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """The leaves in one flat tensor, zeros between them."""
-        parts = [
-            torch.nn.functional.pad(leaf.reshape(-1).to(self.dtype), (0, size - leaf.numel()))
-            for leaf, size in zip(leaves, self.sizes, strict=True)
-        ]
+        parts = []
+        for leaf, size in zip(leaves, self.sizes, strict=True):
+            flat = leaf.reshape(-1).to(self.dtype)
+            rest = size - leaf.numel()
+            parts.append(torch.nn.functional.pad(flat, (0, rest)) if rest else flat)
         rest = self.length - sum(self.sizes)
         if rest:
             parts.append(torch.zeros(rest, dtype=self.dtype, device=leaves[0].device))

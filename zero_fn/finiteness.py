@@ -1,4 +1,4 @@
-"""Steps that raise where a loss or a gradient is not finite, with the name of the leaf."""
+"""Whether numbers are finite; steps that raise where they are not, with the name of the leaf."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,13 @@ import torch
 from .collectives import psum, pvary
 from .ranks import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
+
+
+def all_finite_in(flat: Tensor) -> Tensor:
+    """Whether all values are, 0-dim; without a temporary of their size."""
+    if not flat.numel():
+        return torch.ones((), dtype=torch.bool, device=flat.device)
+    return flat.amin().isfinite() & flat.amax().isfinite()  # both pass NaN on
 
 
 def first_not_finite(grads: PyTree) -> Tensor:

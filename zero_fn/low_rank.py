@@ -12,6 +12,7 @@ import torch
 from .codecs import PowerSGD
 from .collectives import pmean, pvary
 from .feedback import Bucket, ErrorFeedback
+from .finiteness import all_finite_in
 from .tree import Tensor
 
 
@@ -36,9 +37,14 @@ def first_factors(bucket: Bucket, method: PowerSGD, device: torch.device) -> lis
 
 
 def mean_by_factors(
-    flat: Tensor, bucket: Bucket, method: PowerSGD, error: ErrorFeedback | None, axis: str
+    flat: Tensor,
+    bucket: Bucket,
+    method: PowerSGD,
+    error: ErrorFeedback | None,
+    axis: str,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, ErrorFeedback | None]:
-    """The mean of the buckets, and the new feedback."""
+    """The mean of the buckets, 0 where the mask is False, and the new feedback."""
     if error is None:
         factors: Sequence[Tensor] = first_factors(bucket, method, flat.device)
         total = flat
@@ -61,9 +67,11 @@ def mean_by_factors(
     wholes = iter(whole.split([math.prod(x) for x, s in zip(bucket.shapes, shapes, strict=True)
                                if not s]))  # fmt: skip
     mean = bucket.pack([next(products) if s else next(wholes) for s in shapes])
+    if mask is not None:  # an orthogonalised row of zeros is zero but for roundings
+        mean = torch.where(mask, mean, 0)
     if error is None:
         return mean, None
-    finite = mean.isfinite().all()
+    finite = all_finite_in(mean)
     here = pvary(finite, axis)
     # What travels as it is, loses nothing.
     kept = bucket.pack(

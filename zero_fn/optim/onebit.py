@@ -12,9 +12,10 @@ import torch
 
 from .. import tree
 from ..codecs import Method
-from ..collectives import pmean, psum, pvary
-from ..compression import compression_state, exchange
+from ..collectives import pmean, psum
+from ..compression import compression_state, exchange_momentum
 from ..feedback import Bucket, ErrorFeedback
+from ..finiteness import all_finite_in
 from ..ranks import placed_leaves
 from ..tree import PyTree, Tensor
 from .local import (
@@ -104,16 +105,21 @@ def onebit_adam(
     check_settings(b1, b2, freeze_step=freeze_step)
 
     def update(grads: PyTree, state: OneBitState, params: PyTree) -> tuple[PyTree, OneBitState]:
+        from zero_fn.kernels import precondition
+
         new = _moved(grads, state, params, b1, b2, method, axis)
-        bucket, finite = bucket_for(params, axis), new.error.finite
-        direction = _direction(new, b1, b2, eps, freeze_step)
+        bucket = bucket_for(params, axis)
         rate = learning_rate_at(learning_rate, state.step).to(bucket.dtype)
-        rate = torch.where(finite, rate, 0)
-        steps = cut_like(params, bucket.unpack(torch.where(finite, direction, 0)))
-        decays = decays_of(params, weight_decay, mask)
-        pairs = zip(tree.leaves(steps), tree.leaves(params), decays, strict=True)
-        updates = [-rate.to(p.dtype) * (d.to(p.dtype) + decay * p) for d, p, decay in pairs]
-        return tree.unflatten(tree.flatten(params)[1], updates), new
+        pieces, treedef = tree.flatten(params)
+        updates = precondition(
+            pieces,
+            *[tree.leaves(cut_like(params, bucket.unpack(x))) for x in (new.mu, new.nu)],
+            torch.where(new.error.finite, rate, 0),
+            *_unbias(new, b1, b2, freeze_step),
+            eps,
+            decays_of(params, weight_decay, mask),
+        )
+        return tree.unflatten(treedef, updates), new
 
     return LocalOptimizer(
         lambda params: _init(params, method, axis, lamb=False),
@@ -175,7 +181,8 @@ def onebit_lamb(
         new = _moved(grads, state, params, b1, b2, method, axis)
         bucket, finite = bucket_for(params, axis), new.error.finite
         fresh, average, last = state.lamb
-        direction = bucket.unpack(_direction(new, b1, b2, eps, freeze_step))
+        of_mu, of_nu = _unbias(new, b1, b2, freeze_step)
+        direction = bucket.unpack(preconditioned(new.mu / of_mu, new.nu, of_nu, eps))
         decays = decays_of(params, weight_decay, mask)
         pieces = tree.leaves(params)
         steps = tree.leaves(cut_like(params, direction))
@@ -242,27 +249,26 @@ def _moved(
 ) -> OneBitState:
     """The state with its means moved on, or as it was if a gradient is not finite."""
     bucket: Bucket = bucket_for(params, axis)
-    own = bucket.pack(own_leaves(grads, bucket))
+    own = own_leaves(grads, bucket)
     error: Any = state.error
     if state.phase == "warmup":
-        g = pmean(own, axis)
+        g = pmean(bucket.pack(own), axis)
         mu, nu = b1 * state.mu + (1 - b1) * g, b2 * state.nu + (1 - b2) * g * g
-        error = replace(error, finite=g.isfinite().all())
+        error = replace(error, finite=all_finite_in(g))
+        mu = torch.where(error.finite, mu, state.mu)
+        nu = torch.where(error.finite, nu, state.nu)
     else:
-        own = b1 * pvary(state.mu, axis) + (1 - b1) * own
-        mu, error = exchange(own, bucket, method, error, axis)
+        mu, error = exchange_momentum(own, state.mu, b1, bucket, method, error, axis)
         nu = state.nu
-    finite = error.finite
-    mu, nu = torch.where(finite, mu, state.mu), torch.where(finite, nu, state.nu)
-    step = state.step + finite.to(state.step.dtype)
+    step = state.step + error.finite.to(state.step.dtype)
     return replace(state, step=step, mu=mu, nu=nu, error=error)
 
 
-def _direction(state: OneBitState, b1: float, b2: float, eps: float, freeze_step: int) -> Tensor:
-    dtype = state.mu.dtype
-    unbias1 = one_minus_power(b1, state.step.clamp(min=1), dtype)
-    seen = state.step.clamp(min=1, max=freeze_step)
-    return preconditioned(state.mu / unbias1, state.nu, one_minus_power(b2, seen, dtype), eps)
+def _unbias(state: OneBitState, b1: float, b2: float, freeze_step: int) -> tuple[Tensor, Tensor]:
+    """What mu and nu are divided by."""
+    dtype, seen = state.mu.dtype, state.step.clamp(min=1)
+    of_mu = one_minus_power(b1, seen, dtype)
+    return of_mu, one_minus_power(b2, seen.clamp(max=freeze_step), dtype)
 
 
 def _advance(state: OneBitState, freeze_step: int) -> OneBitState:

@@ -17,6 +17,7 @@ from ..codecs import Method
 from ..collectives import agreed, pmean, pvary
 from ..compression import compression_state, exchange
 from ..feedback import ErrorFeedback, PerRank
+from ..finiteness import all_finite_in
 from ..tree import PyTree, Tensor
 from .local import (
     LocalOptimizer,
@@ -153,7 +154,7 @@ def zero_one_adam(
         nu, seen, decay = state.nu, state.seen, state.decay + lr
         if state.phase == "full":
             g = pmean(own, axis)
-            finite = g.isfinite().all()
+            finite = all_finite_in(g)
             mu = b1 * agreed(state.mu.local, axis) + (1 - b1) * g
             nu, seen = b2 * nu + (1 - b2) * g * g, seen + 1
             walked, total = rate * mu, rate

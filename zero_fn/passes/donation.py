@@ -31,12 +31,18 @@ def own_results(program: Program) -> Program:
 def update_in_place(program: Program) -> Program:
     """Write new state into the memory of the donated state it replaces.
 
-    The fused Adam updates parameters and moments in place, and ``p + u`` becomes an in-place
-    addition, where the old value is a donated argument that nothing reads afterwards.
+    The fused Adam updates parameters and moments in place, ops that renew a state have a twin that
+    overwrites it, and ``p + u`` becomes an in-place addition, where the old value is a donated
+    argument that nothing reads afterwards.
     """
     for node in list(program.graph_module.graph.nodes):
-        if op_name(node) == "zero_fn::adamw":
+        name = op_name(node)
+        if name == "zero_fn::adamw":
             _adam_in_place(program, node)
+        elif name == "zero_fn::precondition":
+            _precondition_in_place(program, node)
+        elif name in _RENEWED:
+            _renew_in_place(program, node, _RENEWED[name])
     free = Free(program, on_disk=False)
     for node in list(program.graph_module.graph.nodes):
         if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
@@ -126,6 +132,58 @@ def _results(node: Node) -> dict[int, Node]:
     """What is taken of the list that an op returns, by its place there."""
     users: list[Any] = [*node.users]
     return {user.args[1]: user for user in users}
+
+
+# The place of the state that an op renews; its twin in place has the same name with ``_``.
+_RENEWED = {
+    "zero_fn::rest_of_momentum": 2,
+    "zero_fn::rest_of_average": 2,
+    "zero_fn::unpack_if": 3,
+}
+
+
+def _twin(node: Node) -> Any:
+    return getattr(torch.ops.zero_fn, op_name(node).removeprefix("zero_fn::") + "_").default
+
+
+def _renew_in_place(program: Program, node: Node, place: int) -> None:
+    old: Any = node.args[place]
+    others = [x for x in node.all_input_nodes if x is not old]
+    if Free(program, on_disk=False).after(old, node) and not any(_shares(x, old) for x in others):
+        with node.graph.inserting_before(node):
+            node.graph.call_function(_twin(node), node.args)
+        node.replace_all_uses_with(old)
+        node.graph.erase_node(node)
+
+
+def _precondition_in_place(program: Program, node: Node) -> None:
+    """Let the op write the new parameters, if all of them are free: ``p + u`` then is ``p``."""
+    free = Free(program, on_disk=False)
+    params: Any = node.args[0]
+    updates: dict[Any, Node] = {user.args[1]: user for user in node.users}
+    read = [x for means in node.args[1:3] for x in means]  # type: ignore[union-attr]
+    sums = []
+    for place, p in enumerate(params):
+        users = [*updates[place].users] if place in updates else []
+        (new,) = users if len(users) == 1 else (None,)
+        if (
+            new is None
+            or new.target is not torch.ops.aten.add.Tensor
+            or new.args != (p, updates[place])
+            or new.kwargs
+            or not _same(p, new)
+            or not free.after(p, node, besides=new)
+            or any(_shares(x, p) for x in read)
+        ):
+            return
+        sums.append(new)
+    with node.graph.inserting_before(node):
+        node.graph.call_function(_twin(node), node.args)
+    for place, (p, new) in enumerate(zip(params, sums, strict=True)):
+        new.replace_all_uses_with(p)
+        node.graph.erase_node(new)
+        node.graph.erase_node(updates[place])
+    node.graph.erase_node(node)
 
 
 class Free:

@@ -74,11 +74,12 @@ def _gather_ahead(program: Program) -> None:
     changed = _written(program)
     waits = {n.args[0]: n for n in graph.nodes if n.target is WAIT}
     gathers = [n for n in movable(graph, {ALL_GATHER}) if n in waits]
+    # What moves stands behind a wait, in turn: its place is the wait's with a number more.
+    place = {node: (n, 0) for node, n in order(graph).items()}
     started = 0
     for number, gather in enumerate(gathers):
         started = max(started, number + 1)
-        spot = waits[gather]
-        place = order(graph)
+        spot, moved = waits[gather], 0
         there = place[spot]
         while started < len(gathers):
             following = gathers[started]
@@ -93,7 +94,8 @@ def _gather_ahead(program: Program) -> None:
                 break
             for part in chain:
                 spot.append(part)
-                spot = part
+                spot, moved = part, moved + 1
+                place[part] = (there[0], moved)
             started += 1
 
 

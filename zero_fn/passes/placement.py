@@ -6,7 +6,7 @@ until the backward. These passes move and repeat collectives, and copies between
 device, which are to offloaded pieces what gathers and reductions are; they change no number.
 """
 
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..graphs import (
     ALL_GATHER,
@@ -30,12 +30,19 @@ SMALL = 1 << 16  # bytes of a whole leaf that is not worth gathering twice
 def reduce_early(program: Program) -> Program:
     """Reduce each gradient, and send it to its host, when it is complete: few are whole at once."""
     graph = program.graph_module.graph
-    for node in [*movable(graph, REDUCTIONS), *departures(graph.nodes)]:
+    # Where a node stands: the places of those that moved lie between those of their neighbours.
+    place: dict[Node, tuple[int, ...]] = {node: (n,) for n, node in enumerate(graph.nodes)}
+    start = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    for number, node in enumerate([*movable(graph, REDUCTIONS), *departures(graph.nodes)]):
         chain = [*prepared(node), node, *_waits(node)]
-        place = _last_input(graph, chain)
-        for part in chain:
-            place.append(part)
-            place = part
+        inputs = {used for part in chain for used in part.all_input_nodes} - set(chain)
+        spot = max([*start, *inputs], key=place.__getitem__)
+        at = place[spot]
+        for step, part in enumerate(chain):
+            spot.append(part)
+            spot = part
+            # behind the node there, and before what an earlier reduction put behind it
+            place[part] = (*at, -number, step)
     return program
 
 
@@ -122,14 +129,3 @@ def _redirect(use: Node, gather: Node, copies: dict[Node, Node]) -> None:
 
 def _waits(node: Node) -> list[Node]:
     return [user for user in node.users if user.target is WAIT]
-
-
-def _last_input(graph: Graph, chain: list[Node]) -> Node:
-    """The node after which everything that a chain reads exists."""
-    inputs = {argument for node in chain for argument in node.all_input_nodes} - set(chain)
-    last = None
-    for node in graph.nodes:
-        if node in inputs or node.op == "placeholder":
-            last = node
-    assert last is not None
-    return last

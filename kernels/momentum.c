@@ -1,0 +1,207 @@
+/* Momenta that travel in one bit a value; see momentum.py, whose words these are.
+
+   Nothing that has as many values as the model is made: what is encoded is computed where it is
+   encoded, and once more where its rest is taken. Sixteen values at a time, in the vector types of
+   GCC and Clang, on a little-endian machine. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define WIDTH 16
+#define LARGEST 4096 /* values of a block, as sign_packing_native.py says */
+
+typedef float values __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t words __attribute__((vector_size(4 * WIDTH)));
+typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+
+static inline words all(int32_t word)
+{
+    words out;
+    for (int i = 0; i < WIDTH; i++)
+        out[i] = word;
+    return out;
+}
+
+static inline values each(float value)
+{
+    values out;
+    for (int i = 0; i < WIDTH; i++)
+        out[i] = value;
+    return out;
+}
+
+static inline words word_of(float value)
+{
+    int32_t word;
+    memcpy(&word, &value, sizeof word);
+    return all(word);
+}
+
+/* The first `count` values at `from`, zeros behind them. */
+static inline values load(const float *from, int64_t count)
+{
+    values out = {0};
+    if (count >= WIDTH)
+        memcpy(&out, from, sizeof out);
+    else if (count > 0)
+        memcpy(&out, from, count * sizeof(float));
+    return out;
+}
+
+static inline void store(values what, float *to, int64_t count)
+{
+    if (count >= WIDTH)
+        memcpy(to, &what, sizeof what);
+    else if (count > 0)
+        memcpy(to, &what, count * sizeof(float));
+}
+
+/* Plus or minus a scale, by two bytes of bits. */
+static inline values signed_scale(const uint8_t *bits, float scale)
+{
+    words place;
+    uint16_t both; /* the first byte is the low one */
+    for (int j = 0; j < WIDTH; j++)
+        place[j] = j < 8 ? 0x80 >> j : 0x8000 >> (j - 8);
+    memcpy(&both, bits, sizeof both);
+    return (values)(word_of(scale) ^ (((all(both) & place) != 0) & all((int32_t)0x80000000)));
+}
+
+/* The bits of a block whose minuses are bytes of 0 or 1: byte k goes to bit 7 - k of the highest. */
+static inline void squeeze(const int8_t *minus, uint8_t *bits, int64_t block)
+{
+    for (int64_t i = 0; i < block / 8; i++) {
+        uint64_t eight;
+        memcpy(&eight, minus + 8 * i, sizeof eight);
+        bits[i] = eight * 0x8040201008040201u >> 56;
+    }
+}
+
+static inline values note(values total, int8_t *minus)
+{
+    bytes negative = __builtin_convertvector(((words)total >> 31) & all(1), bytes);
+    memcpy(minus, &negative, sizeof negative);
+    return (values)((words)total & all(0x7fffffff));
+}
+
+static inline float mean_of(values sum, int64_t count)
+{
+    float mean = 0;
+    for (int j = 0; j < WIDTH; j++)
+        mean += sum[j];
+    return mean / (count > 1 ? count : 1);
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* error + beta mu + (1 - beta) g, or error + g where there is no mu. */
+static inline values momentum(const float *g, const float *mu, const float *error, float beta,
+                              int64_t count)
+{
+    values x = load(g, count);
+    if (mu)
+        x = each(beta) * load(mu, count) + each(1 - beta) * x;
+    return load(error, count) + x;
+}
+
+/* `g` has `size` values, `mu` and `error` whole blocks. */
+void pack_momentum(const float *restrict g, const float *restrict mu, const float *restrict error,
+                   uint8_t *restrict bits, float *restrict scales, int64_t size, int64_t block,
+                   float beta)
+{
+    int8_t minus[LARGEST];
+    for (int64_t at = 0; at < size; at += block) {
+        const int64_t count = least(block, size - at);
+        values sum = {0}, other = {0};
+        memset(minus, 0, block);
+        for (int64_t i = 0; i < count; i += 2 * WIDTH) {
+            const float *m = mu ? mu + at + i : 0;
+            sum += note(momentum(g + at + i, m, error + at + i, beta, count - i), minus + i);
+            if (i + WIDTH < count)
+                other += note(momentum(g + at + i + WIDTH, m ? m + WIDTH : 0,
+                                       error + at + i + WIDTH, beta, count - i - WIDTH),
+                              minus + i + WIDTH);
+        }
+        *scales++ = mean_of(sum + other, count);
+        squeeze(minus, bits, block);
+        bits += block / 8;
+    }
+}
+
+/* The error that the codes of pack_momentum leave, in place. */
+void rest_of_momentum(const float *restrict g, const float *restrict mu, float *restrict error,
+                      const uint8_t *restrict bits, const float *restrict scales, int64_t size,
+                      int64_t block, float beta)
+{
+    for (int64_t at = 0; at < size; at += block, scales++, bits += block / 8) {
+        const int64_t count = least(block, size - at);
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const float *m = mu ? mu + at + i : 0;
+            values total = momentum(g + at + i, m, error + at + i, beta, count - i);
+            store(total - signed_scale(bits + i / 8, *scales), error + at + i, count - i);
+        }
+    }
+}
+
+/* owned + the mean of what the ranks' codes say; a rank's bits and scales are a stride apart. */
+static inline values average(const uint8_t *bits, const float *scales, const float *owned,
+                             int64_t ranks, int64_t bytes_apart, int64_t scales_apart,
+                             int64_t count)
+{
+    values sum = {0};
+    for (int64_t rank = 0; rank < ranks; rank++)
+        sum += signed_scale(bits + rank * bytes_apart, scales[rank * scales_apart]);
+    return load(owned, count) + sum / each(ranks);
+}
+
+void pack_average(const uint8_t *restrict received, const float *restrict strengths,
+                  const float *restrict owned, const int32_t *restrict counts,
+                  uint8_t *restrict bits, float *restrict scales, int64_t blocks, int64_t block,
+                  int64_t ranks, int64_t bytes_apart, int64_t scales_apart)
+{
+    int8_t minus[LARGEST];
+    for (int64_t n = 0; n < blocks; n++, received += block / 8, strengths++, owned += block) {
+        values sum = {0};
+        memset(minus, 0, block);
+        for (int64_t i = 0; i < counts[n]; i += WIDTH) {
+            const int64_t count = counts[n] - i;
+            values total = average(received + i / 8, strengths, owned + i, ranks, bytes_apart,
+                                   scales_apart, count);
+            if (count < WIDTH)
+                for (int64_t j = count; j < WIDTH; j++)
+                    total[j] = 0;
+            sum += note(total, minus + i);
+        }
+        *scales++ = mean_of(sum, counts[n]);
+        squeeze(minus, bits, block);
+        bits += block / 8;
+    }
+}
+
+void rest_of_average(const uint8_t *restrict received, const float *restrict strengths,
+                     float *restrict owned, const int32_t *restrict counts,
+                     const uint8_t *restrict bits, const float *restrict scales, int64_t blocks,
+                     int64_t block, int64_t ranks, int64_t bytes_apart, int64_t scales_apart)
+{
+    for (int64_t n = 0; n < blocks; n++, received += block / 8, strengths++, owned += block,
+                 bits += block / 8, scales++)
+        for (int64_t i = 0; i < counts[n]; i += WIDTH) {
+            values total = average(received + i / 8, strengths, owned + i, ranks, bytes_apart,
+                                   scales_apart, counts[n] - i);
+            store(total - signed_scale(bits + i / 8, *scales), owned + i, counts[n] - i);
+        }
+}
+
+/* p -= rate (mu / unbias1 / (sqrt(nu / unbias2) + eps) + decay p), the quotient 0 where nu is 0;
+   into `out`, which may be p, or what is added to p if `whole` is 0. */
+void precondition(const float *p, const float *mu, const float *nu, float *out, int64_t size,
+                  float rate, float decay, float per_unbias1, float per_root2, float eps,
+                  int32_t whole)
+{
+    for (int64_t i = 0; i < size; i++) {
+        float direction = mu[i] * per_unbias1 / (sqrtf(nu[i]) * per_root2 + eps);
+        float update = -rate * ((nu[i] > 0 ? direction : 0) + decay * p[i]);
+        out[i] = whole ? p[i] + update : update;
+    }
+}
