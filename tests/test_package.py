@@ -128,6 +128,7 @@ ROOMS = [
     "collectives",
     "ranks",
     "pure_layers",
+    "module_calls",
     "modules",
     "captures",
     "marks",

@@ -54,19 +54,40 @@ def linear(x: Tensor, weight: Tensor | Quantized, bias: Tensor | None = None) ->
     return y if bias is None else y + bias
 
 
-def embedding(tokens: Tensor, table: Tensor | Quantized, *args: Any, **kwargs: Any) -> Tensor:
+def embedding(
+    tokens: Tensor,
+    table: Tensor | Quantized,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """The rows of a table; of a quantised one only these become plain weights.
 
     Args:
         tokens: (...), indices of rows.
         table: (rows, width).
-        args: further arguments of ``torch.nn.functional.embedding``, for plain tables.
+        padding_idx: as in ``torch.nn.functional.embedding``; it says what has no gradient.
+        max_norm: as there, for plain tables: it changes the table.
+        args: further ones, for plain tables.
         kwargs: further ones.
+
+    Raises:
+        ValueError: for max_norm with a quantised table.
     """
     if not isinstance(table, Quantized):
-        return F.embedding(tokens, table, *args, **kwargs)
+        return F.embedding(tokens, table, padding_idx, max_norm, *args, **kwargs)
+    if max_norm is not None:
+        raise ValueError(
+            f"max_norm={max_norm} writes to the table, and {table!r} is quantised; quantise "
+            "without it, with `where`"
+        )
     values, scales = F.embedding(tokens, table.values), F.embedding(tokens, table.scales)
     return weights(values, scales, table.format, table.dtype)
+
+
+def _torch_embedding(table: Any, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return embedding(tokens, table)
 
 
 def matmul(x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
@@ -90,6 +111,7 @@ def addmm(bias: Tensor, x: Tensor, weight: Any, *, beta: float = 1, alpha: float
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
     F.linear: linear,
     F.embedding: embedding,
+    torch.embedding: _torch_embedding,
     torch.matmul: matmul,
     torch.mm: matmul,
     Tensor.matmul: matmul,

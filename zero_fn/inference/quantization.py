@@ -63,7 +63,7 @@ class Quantized:
         format: the rest.
     """
 
-    __slots__ = ("format", "scales", "values")
+    __slots__ = ("__weakref__", "format", "scales", "values")  # RNNs keep weak references
     __zero_fn_frozen__ = True  # zf.shard takes its integers
 
     def __init__(self, values: Any, scales: Any, format: Format) -> None:
