@@ -9,8 +9,6 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.memory import peak
-from tests.processes import run_on_processes
-from zero_fn import tree
 from zero_fn.inference import products
 from zero_fn.inference.quantization import METHODS, numbers, tree_bytes
 from zero_fn.models import gpt
@@ -223,96 +221,8 @@ CONFIG = gpt.Config(vocabulary=53, length=24, width=32, heads=4, kv_heads=2)
 TOKENS = torch.arange(4 * 24).view(4, 24) * 7 % 53
 
 
-def sharded_logits(mesh: zf.Mesh, method: Any, stage: int) -> Tensor:
-    params = zf.quantize(gpt.init(CONFIG), method)
-    pieces = zf.spmd(lambda p: zf.shard(p, stage), mesh)(params)
-
-    def logits(pieces: Any, tokens: Tensor) -> Tensor:
-        return zf.all_gather_invariant(gpt.apply(zf.unshard(pieces), tokens, CONFIG), "dp")
-
-    return zf.spmd(logits, mesh)(pieces, TOKENS)
-
-
-def sharded_on_processes() -> list[Tensor]:
-    return [sharded_logits(zf.Mesh(dp=2), method, 3) for method in METHODS]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("method", METHODS)
-def test_shards_hold_pieces_of_values_and_scales(method: Any, stage: int) -> None:
-    q = zf.quantize(gpt.init(CONFIG), method)
-    mesh = zf.Mesh(dp=3)
-    pieces = zf.spmd(lambda p: zf.shard(p, stage), mesh)(q)
-    if stage:
-        assert pieces["head"].values.parts == 3  # `tokens` is tied to it
-        assert pieces["head"].scales.parts == 3
-    torch.testing.assert_close(tree.leaves(zf.gather_tree(pieces, mesh)), tree.leaves(q))
-    # Simulated ranks compute by blocks, the whole by kernels, whose own error this is.
-    want = gpt.apply(q, TOKENS, CONFIG)
-    torch.testing.assert_close(
-        sharded_logits(zf.Mesh(dp=2), method, stage), want, rtol=1e-3, atol=1e-4
-    )
-
-
-def test_shards_on_processes() -> None:
-    for logits in run_on_processes(2, sharded_on_processes):
-        for method, found in zip(METHODS, logits, strict=True):
-            want = gpt.apply(zf.quantize(gpt.init(CONFIG), method), TOKENS, CONFIG)
-            torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
-
-
-def sliced_logits(mesh: zf.Mesh, method: Any) -> Tensor:
-    rules = gpt.rules(CONFIG)
-    slices = zf.spmd(lambda p: zf.quantize(zf.slice_params(p, rules), method), mesh)(
-        gpt.init(CONFIG)
-    )
-
-    def logits(slices: Any) -> Tensor:
-        own = gpt.apply(zf.local_slices(slices), TOKENS, CONFIG, axis="tp")
-        return zf.all_gather_invariant(own, "tp", dim=-1)
-
-    return zf.spmd(logits, mesh)(slices)[..., : CONFIG.vocabulary]
-
-
-def sliced_on_processes() -> Tensor:
-    return sliced_logits(zf.Mesh(tp=2), "int8")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_slices_are_quantised_each_for_itself(method: Any) -> None:
-    want = gpt.apply(gpt.init(CONFIG), TOKENS, CONFIG)
-    found = sliced_logits(zf.Mesh(tp=2), method)
-    assert (found - want).norm() < 2 * ERROR[method] * want.norm()
-
-
-def test_slices_on_processes() -> None:
-    want = sliced_logits(zf.Mesh(tp=2), "int8")
-    for found in run_on_processes(2, sliced_on_processes):
-        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
-
-
-def test_sharded_trees_are_quantised_before() -> None:
-    params = {"w": torch.ones(4, 4)}
-    pieces = zf.spmd(lambda p: zf.shard(p, 3), zf.Mesh(dp=2))(params)
-    with pytest.raises(ValueError, match=r"zf.shard\(zf.quantize"):
-        zf.quantize(pieces)
-
-
 def test_a_traced_step_computes_on_them() -> None:
     q = zf.quantize(gpt.init(CONFIG))
     apply = zf.jit(lambda params, tokens: gpt.apply(params, tokens, CONFIG))
     torch.testing.assert_close(apply(q, TOKENS), gpt.apply(q, TOKENS, CONFIG))
     assert "_int_mm" in str(apply.trace(q, TOKENS))
-
-
-def test_policies_leave_integers_alone() -> None:
-    mesh = zf.Mesh(dp=2)
-    q = zf.quantize({"w": normal(5, 8)})
-    pieces = zf.spmd(lambda p: zf.shard(p, 3), mesh)(q)
-
-    def whole(pieces: Any) -> Any:
-        return zf.pmean(F.linear(torch.ones(8), zf.unshard(pieces, torch.bfloat16)["w"]), "dp")
-
-    found = zf.spmd(whole, mesh)(pieces)
-    # bfloat16 scales: 2^-9
-    torch.testing.assert_close(found, F.linear(torch.ones(8), q["w"]), rtol=1e-2, atol=1e-2)
