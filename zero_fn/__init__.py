@@ -80,6 +80,9 @@ from .optim import (
 # The dtypes of a step, loss scales as state, and steps that are skipped where gradients overflow.
 from .precision import LossScale, Policy, all_finite, policy, select
 
+# Where state lives: on the host, on disk.
+from .offloading import Residency, discard, offload, residency, restore
+
 # Random numbers as functions of a key: dropout that is the same wherever it is computed.
 from . import random
 
@@ -133,6 +136,7 @@ __all__ = [
     "PowerSGD",
     "Program",
     "Quantized",
+    "Residency",
     "Scheme",
     "Sharded",
     "SliceRule",
@@ -164,6 +168,7 @@ __all__ = [
     "constant",
     "csv_log",
     "dequantize",
+    "discard",
     "distillation_loss",
     "eval_shape",
     "fit",
@@ -180,6 +185,7 @@ __all__ = [
     "load",
     "local_slices",
     "merge",
+    "offload",
     "onebit_adam",
     "onebit_lamb",
     "partition",
@@ -199,6 +205,8 @@ __all__ = [
     "random",
     "register_dataclass",
     "remat",
+    "residency",
+    "restore",
     "row_linear",
     "save",
     "saved_steps",

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from . import disk
 from .naming import suggestion
 from .passes import BUILT_IN, Pass
 from .program import TENSOR, Program, Static, describe, join, split, trace
@@ -98,9 +99,19 @@ class Jitted:
             found = program, _executable(program, self.compiler)
             self.programs[signature] = found
         program, run = found
+        if any(program.on_disk):
+            disk.check([x for x, own in zip(tensors, program.donated, strict=True) if own])
         inputs = _separated(tensors, program) if self.donate else tensors
-        with torch.no_grad():
-            results = run(*inputs)
+        try:
+            with torch.no_grad():
+                results = run(*inputs)
+            if any(program.on_disk):
+                disk.commit(results)
+        except OSError as error:
+            if self.donate:  # what is in memory may be half new
+                _use_up(tensors, program, self.__name__)
+                error.add_note(_HALFWAY)
+            raise
         if self.donate:
             results = _detached(results, inputs)
             _use_up(tensors, program, self.__name__)
@@ -111,6 +122,10 @@ class Jitted:
     def trace(self, *args: Any) -> Program:
         """The program for these arguments, after all passes; runs nothing."""
         program = trace(self.f, args, self.donate)
+        if any(program.on_disk) and self.compiler != "eager":
+            raise ValueError(
+                f"compiler is {self.compiler!r}, and a state on disk is updated by compiler='eager'"
+            )
         for transform in self.passes:
             program = transform(program)
         program.graph_module.graph.lint()
@@ -128,7 +143,7 @@ class Signature(NamedTuple):
 
     Attributes:
         static: the arguments' tree, and its leaves that are no tensors.
-        tensors: shape, stride, dtype and device of each tensor.
+        tensors: shape, stride, dtype and device of each tensor, and whether it is on disk.
         ties: for each tensor the first place where it stands; None if all differ.
     """
 
@@ -146,7 +161,9 @@ def _signature(tensors: list[Tensor], static: Static) -> Signature:
                 f"a tensor of shape {tuple(x.shape)} has requires_grad=True; a traced step "
                 "differentiates by itself: pass x.detach()"
             )
-    described = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    described = tuple(
+        [(x.shape, x.stride(), x.dtype, x.device, disk.is_on_disk(x)) for x in tensors]
+    )
     ties = None
     if len(set(map(id, tensors))) < len(tensors):
         first: dict[int, int] = {}
@@ -166,7 +183,7 @@ def _unhashable(static: Static) -> str:
     return f"a static field of the arguments is not hashable: {static.treedef}; make it a tuple"
 
 
-_DESCRIBED = ("shape", "stride", "dtype", "device")
+_DESCRIBED = ("shape", "stride", "dtype", "device", "on disk:")
 
 
 def _differences(old: Signature, new: Signature, args: tuple[Any, ...]) -> list[str]:
@@ -233,6 +250,12 @@ def _separated(tensors: list[Tensor], program: Program) -> list[Tensor]:
             separate[place] = tensors[place].clone()
         seen.add(memory)
     return separate
+
+
+_HALFWAY = (
+    "The step stopped half-way: the files hold the state before it, and tensors in memory may be "
+    "half new. zf.restore(like, folder) reads the files; what was in memory is in a checkpoint"
+)
 
 
 def _detached(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

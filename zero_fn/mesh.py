@@ -213,6 +213,21 @@ def is_gloo(group: str, device: torch.device) -> bool:
     return "gloo" in found._get_backend(device).name()
 
 
+def process_place() -> tuple[int, int]:
+    """This process' rank, and how many there are; (0, 1) before any group is made."""
+    joined = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+
+
+def least_over_processes(number: int) -> int:
+    """The least of the processes' numbers; every process calls it."""
+    if process_place()[1] == 1:
+        return number
+    given = torch.tensor([number], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(given, dist.ReduceOp.MIN)
+    return int(given.item())
+
+
 def _processes(count: int) -> str:
     return f"{count} process" + "es" * (count != 1)
 

@@ -1,4 +1,4 @@
-"""Names in messages: of dtypes, and of what nobody knows."""
+"""Names in messages: of dtypes, of sizes, and of what nobody knows."""
 
 import difflib
 from collections.abc import Iterable
@@ -31,3 +31,15 @@ def short_dtype(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     letters = name.rstrip("0123456789")
     return _SHORT.get(letters, letters) + name.removeprefix(letters)
+
+
+def size_of(count: float) -> str:
+    """A number of bytes with its unit.
+
+    >>> size_of(3 << 19)
+    '1.5 MiB'
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -20,7 +20,8 @@ from .compiler import Jitted, jit
 from .hardware import Hardware
 from .hardware import hardware as _hardware
 from .mesh import Mesh
-from .program import Peak, Program, size_of
+from .naming import size_of
+from .program import Peak, Program
 from .ranks import spmd
 from .tree import PyTree
 

@@ -18,10 +18,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import accounting, tree
+from . import accounting, disk, tree
 from .accounting import Collective, Moment, Work
 from .graphs import ADAM, nbytes, op_name
 from .mesh import seen_axes
+from .naming import size_of
 from .sharding import Sharded
 from .tree import Tensor, TreeDef
 
@@ -71,6 +72,7 @@ class Program:
         paths: the key path of each tensor of the arguments.
         donated: for each tensor of the arguments, whether its memory may be reused.
         axes: for each process group, the mesh axis' name and size.
+        on_disk: for each tensor of the arguments, whether its memory is a file.
     """
 
     graph_module: GraphModule
@@ -79,6 +81,7 @@ class Program:
     paths: tuple[str, ...]
     donated: tuple[bool, ...]
     axes: Mapping[str, tuple[str, int]]
+    on_disk: tuple[bool, ...]
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph as it is. Donated arguments may be overwritten."""
@@ -199,7 +202,8 @@ def trace(f: Callable[..., Any], args: tuple[Any, ...], donate: Sequence[int] = 
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     sizes = {group: (axis.name, axis.size) for group, axis in axes.items()}
-    return Program(graph_module, arguments, results[0], names, donated, sizes)
+    on_disk = tuple([disk.is_on_disk(x) for x in tensors])
+    return Program(graph_module, arguments, results[0], names, donated, sizes, on_disk)
 
 
 class _Lines(TorchDispatchMode):
@@ -273,14 +277,6 @@ def _shown_line(node: Node, axes: Mapping[str, tuple[str, int]]) -> str:
 
 def _line_of(node: Node) -> str:
     return node.meta.get("stack_trace", "")
-
-
-def size_of(count: float) -> str:
-    """A number of bytes in words."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _shown(value: Any) -> str:

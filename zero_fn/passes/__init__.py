@@ -10,6 +10,7 @@ from ..program import Program
 from .bucketing import bucket
 from .casting import cast_directly
 from .donation import own_results, update_in_place
+from .following import write_to_disk
 from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
 from .placement import gather_late, reduce_early
@@ -25,6 +26,7 @@ BUILT_IN: tuple[Pass, ...] = (
     gather_late,
     bucket,
     overlap,
+    write_to_disk,
     update_in_place,
     reduce_in_place,
     exchange_on_gloo,
@@ -44,4 +46,5 @@ __all__ = [
     "reduce_early",
     "reduce_in_place",
     "update_in_place",
+    "write_to_disk",
 ]

@@ -1,6 +1,6 @@
 """Donation: new state in the memory of the old, and results in memory of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def own_results(program: Program) -> Program:
     output = next(iter(reversed(graph.nodes)))
     with graph.inserting_before(output):
         results = [
-            _copied(node) if isinstance(node, Node) and base(node) in kept else node
+            copied(node) if isinstance(node, Node) and base(node) in kept else node
             for node in output.args[0]
         ]
     output.args = (results,)
@@ -37,7 +37,7 @@ def update_in_place(program: Program) -> Program:
     for node in list(program.graph_module.graph.nodes):
         if op_name(node) == "zero_fn::adamw":
             _adam_in_place(program, node)
-    free = _Free(program)
+    free = Free(program, on_disk=False)
     for node in list(program.graph_module.graph.nodes):
         if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
             old, added = node.args
@@ -47,17 +47,24 @@ def update_in_place(program: Program) -> Program:
 
 
 def _adam_in_place(program: Program, node: Node) -> None:
-    """Split a fused Adam into one in place, for the leaves whose old state is free, and the rest.
+    """Split a fused Adam into one in place, where the old state is free, and the rest."""
 
-    A leaf's new parameter ``p + u`` then is ``p`` itself.
-    """
-    free = _Free(program)
-    lists: list[Any] = [*node.args[:4], node.args[9]]
-    leaves: list[Any] = list(zip(*lists, strict=True))
-    users: list[Any] = [*node.users]
-    results: dict[int, Node] = {user.args[1]: user for user in users}
+    def in_place(arguments: tuple[Any, ...]) -> list[list[Node]]:
+        node.graph.call_function(torch.ops.zero_fn.adamw_.default, arguments)
+        params, _, mu, nu = arguments[:4]
+        return [params, mu, nu]
+
+    sums = adam_leaves(node, Free(program, on_disk=False))
+    if sums:
+        rewritten(node, sums, in_place)
+
+
+def adam_leaves(node: Node, free: "Free") -> dict[int, Node]:
+    """The leaves of a fused Adam whose old state is free, each with its ``p + u``."""
+    leaves: list[Any] = list(zip(*node.args[:4], strict=True))
+    results = _results(node)
     sums: dict[int, Node] = {}
-    for place, (p, _, m, v, _) in enumerate(leaves):
+    for place, (p, _, m, v) in enumerate(leaves):
         added = [*results[place].users] if place in results else []
         if len(added) == 1 and added[0].target is torch.ops.aten.add.Tensor:
             new = added[0]
@@ -73,43 +80,65 @@ def _adam_in_place(program: Program, node: Node) -> None:
                 and not any(_shares(g, x) for _, g, *_ in leaves for x in parts)
             ):
                 sums[place] = new
-    if not sums:
-        return
-    graph, n = node.graph, len(leaves)
-    here = [leaf for place, leaf in enumerate(leaves) if place in sums]
+    return sums
+
+
+def rewritten(
+    node: Node, sums: dict[int, Node], emit: Callable[[tuple[Any, ...]], list[list[Node]]]
+) -> None:
+    """Give some leaves of a fused Adam to another op; the rest stays one.
+
+    Args:
+        node: the fused Adam.
+        sums: the leaves, each with its new parameter.
+        emit: makes the other op, from arguments like the fused Adam's, and returns the new
+            parameters and the two new moments of its leaves.
+    """
+    graph, n = node.graph, len(node.args[0])  # type: ignore[arg-type]
+    leaves: list[Any] = list(zip(*node.args[:4], node.args[9], strict=True))  # type: ignore[arg-type]
+    results = _results(node)
+    chosen = sorted(sums)
     rest = [place for place in range(n) if place not in sums]
 
-    def arguments(chosen: Sequence[Any]) -> tuple[Any, ...]:
-        *four, decays = (list(column) for column in zip(*chosen, strict=True))
+    def arguments(places: Sequence[int]) -> tuple[Any, ...]:
+        *four, decays = (list(column) for column in zip(*[leaves[i] for i in places], strict=True))
         return (*four, *node.args[4:9], decays, *node.args[10:])
 
     with graph.inserting_before(node):
-        graph.call_function(torch.ops.zero_fn.adamw_.default, arguments(here))
+        new = emit(arguments(chosen))
         if rest:
-            others = arguments([leaves[i] for i in rest])
-            other = graph.call_function(torch.ops.zero_fn.adamw.default, others)
+            other = graph.call_function(torch.ops.zero_fn.adamw.default, arguments(rest))
     for place, user in results.items():
         part, leaf = divmod(place, n)
         if leaf not in sums:
             user.args = (other, part * len(rest) + rest.index(leaf))
         elif part:
-            user.replace_all_uses_with(leaves[leaf][part + 1])
+            user.replace_all_uses_with(new[part][chosen.index(leaf)])
             graph.erase_node(user)
-    for place, new in sums.items():
-        new.replace_all_uses_with(leaves[place][0])
-        graph.erase_node(new)
+    for place, added in sums.items():
+        added.replace_all_uses_with(new[0][chosen.index(place)])
+        graph.erase_node(added)
         graph.erase_node(results[place])
     graph.erase_node(node)
 
 
-class _Free:
-    """Which donated arguments nothing reads after a node."""
+def _results(node: Node) -> dict[int, Node]:
+    """What is taken of the list that an op returns, by its place there."""
+    users: list[Any] = [*node.users]
+    return {user.args[1]: user for user in users}
 
-    def __init__(self, program: Program) -> None:
+
+class Free:
+    """Which donated arguments nothing reads after a node; those on disk only where asked for."""
+
+    def __init__(self, program: Program, on_disk: bool) -> None:
         nodes = list(program.graph_module.graph.nodes)
         inputs = [node for node in nodes if node.op == "placeholder"]
-        pairs = zip(inputs, program.donated, strict=True)
-        self.donated = {node for node, donated in pairs if donated}
+        self.donated = {
+            node
+            for node, donated, filed in zip(inputs, program.donated, program.on_disk, strict=True)
+            if donated and (on_disk or not filed)
+        }
         self.order = {node: place for place, node in enumerate(nodes)}
         self.readers: dict[Node, list[Node]] = {node: [] for node in nodes}
         for node in nodes:
@@ -148,7 +177,7 @@ def _same(a: Node, b: Node) -> bool:
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
 
 
-def _copied(node: Node) -> Node:
+def copied(node: Node) -> Node:
     copy = node.graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = dict(node.meta)
     return copy
