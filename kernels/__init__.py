@@ -13,6 +13,7 @@ _HOME: dict[str, str] = {
     "dense_attention": "flash_attention",
     "fused_adamw": "adam",
     "fused_adamw_": "adam",
+    "int8_linear": "int8_products",
     "pack_average": "momentum",
     "pack_momentum": "momentum",
     "philox": "random_words",

@@ -1,7 +1,9 @@
-"""Block-sparse attention on a CPU: one call of torch's flash attention for each row of tiles.
+"""Block-sparse attention on a CPU: torch's flash attention for some rows of tiles at a time.
 
-The keys of a row are gathered, so that the work is that of the blocks that are seen. Half
-precision is computed in float32: most CPUs have no fast product of anything smaller.
+The keys of a row are gathered, so that the work is that of the blocks that are seen. In the
+forward, rows that see equally many blocks share a call, in which they stand as heads do: threads
+wait for each other at the end of each call. Half precision is computed in float32: most CPUs have
+no fast product of anything smaller.
 """
 
 import math
@@ -23,18 +25,19 @@ _GATHER, _CALL = 16, 4096
 _MOST_ROWS = 256
 
 
-class _Row(NamedTuple):
-    """A row of tiles: queries ``start`` to ``stop``, blocks of keys, and what of them is hidden."""
+class _Rows(NamedTuple):
+    """Rows of tiles, one after the other, of queries ``start`` to ``stop``."""
 
     start: int
     stop: int
-    blocks: Tensor  # numbers of the blocks of keys
-    run: slice | None  # the same, if they follow each other
-    masks: Tensor | None  # for each block a row of the table, -1: all seen; None: all are
+    blocks: Tensor  # (rows, blocks): numbers of the blocks of keys
+    run: slice | None  # the same, if it is one row and they follow each other
+    masks: Tensor | None  # like blocks: a row of the table, -1: all seen; None: all are
 
 
 class _Plan(NamedTuple):
-    rows: list[list[_Row]]  # of each pattern
+    single: list[list[_Rows]]  # of each pattern, a row of tiles each
+    together: list[list[_Rows]]  # the same, where they share calls
     table: Tensor  # float32 (masks + 1, rows, block): 0 or -inf; the last is all 0
 
 
@@ -56,19 +59,20 @@ def forward(
     out = torch.zeros(q.shape, dtype=q.dtype)
     log_sum = torch.full(q.shape[:-1], -math.inf, dtype=wide)
     k_blocks, v_blocks = (_in_blocks(x.to(wide), layout) for x in (k, v))
-    for heads, group, kv_heads, rows in _parts(layout, plan, q.shape[1], k.shape[1]):
+    for heads, group, kv_heads, rows in _parts(layout, plan.together, q.shape[1], k.shape[1]):
         own_k, own_v = (x if kv_heads is None else x[:, kv_heads] for x in (k_blocks, v_blocks))
         own_q = q if heads is None else q[:, heads]
         for row in rows:
             keys, values = _gathered(own_k, row), _gathered(own_v, row)
-            queries = _folded(own_q[:, :, row.start : row.stop], group).to(wide)
-            mask = _mask(plan, row, bias, heads, group, layout, wide)
+            queries = _folded(own_q[:, :, row.start : row.stop], group, row).to(wide)
+            mask = _mask(plan, row, bias, heads, group, layout, q, wide)
             found, total = _flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=scale)
             if mask is not None:  # where nothing is seen, torch has 0
                 total = total.masked_fill(mask.amax(-1) == -math.inf, -math.inf)
             place = slice(None) if heads is None else heads
-            out[:, place, row.start : row.stop] = _unfolded(found, group).to(q.dtype)
-            log_sum[:, place, row.start : row.stop] = _unfolded(total[..., None], group)[..., 0]
+            of_heads = q.shape[0], group, row
+            out[:, place, row.start : row.stop] = _unfolded(found, *of_heads).to(q.dtype)
+            log_sum[:, place, row.start : row.stop] = _unfolded(total[..., None], *of_heads)[..., 0]
     return out, log_sum
 
 
@@ -92,7 +96,7 @@ def backward(
     # exp(-inf - 0) is 0 for what sees nothing.
     log_sum = log_sum.masked_fill(log_sum == -math.inf, 0)
     by_query = grad, q, out, log_sum[..., None]
-    for heads, group, kv_heads, rows in _parts(layout, plan, q.shape[1], k.shape[1]):
+    for heads, group, kv_heads, rows in _parts(layout, plan.single, q.shape[1], k.shape[1]):
         own_k, own_v = (x if kv_heads is None else x[:, kv_heads] for x in (k_blocks, v_blocks))
         own = by_query if heads is None else tuple(x[:, heads] for x in by_query)
         sums = grad_k, grad_v
@@ -100,9 +104,9 @@ def backward(
             sums = torch.zeros_like(own_k), torch.zeros_like(own_v)
         for row in rows:
             keys, values = _gathered(own_k, row), _gathered(own_v, row)
-            of_row = [_folded(x[:, :, row.start : row.stop], group).to(wide) for x in own]
+            of_row = [_folded(x[:, :, row.start : row.stop], group, row).to(wide) for x in own]
             grad_row, queries, out_row, total = of_row
-            mask = _mask(plan, row, bias, heads, group, layout, wide)
+            mask = _mask(plan, row, bias, heads, group, layout, q, wide)
             found = _flash_backward(
                 grad_row,
                 queries,
@@ -116,13 +120,14 @@ def backward(
                 scale=scale,
             )
             place = slice(None) if heads is None else heads
-            grad_q[:, place, row.start : row.stop] = _unfolded(found[0], group).to(q.dtype)
+            of_query = _unfolded(found[0], q.shape[0], group, row)
+            grad_q[:, place, row.start : row.stop] = of_query.to(q.dtype)
             for total_grad, part in zip(sums, found[1:], strict=True):
-                part = part.unflatten(2, (-1, layout.block))
+                part = part.unflatten(2, (-1, layout.block)).unflatten(0, (q.shape[0], -1))
                 if row.run is not None:
-                    total_grad[:, :, row.run] += part
+                    total_grad[:, :, row.run] += part[:, :, 0]
                 else:
-                    total_grad.index_add_(2, row.blocks, part)
+                    total_grad.index_add_(2, row.blocks.flatten(), part.flatten(2, 3))
         if kv_heads is not None:
             for all_heads, some in zip((grad_k, grad_v), sums, strict=True):
                 all_heads.index_add_(1, kv_heads, some)
@@ -156,10 +161,40 @@ def _made(layout: Layout, rows: int) -> _Plan:
             run = slice(first, last + 1) if last - first + 1 == len(blocks) else None
             stop = min((number + 1) * rows, layout.q_len)
             hidden = masks if bool((masks >= 0).any()) else None
-            found.append(_Row(number * rows, stop, blocks, run, hidden))
+            row = _Rows(
+                number * rows, stop, blocks[None], run, None if hidden is None else hidden[None]
+            )
+            found.append(row)
         patterns.append(found)
     seen = torch.cat([tiles.table, torch.ones(1, rows, layout.block, dtype=torch.bool)])
-    return _Plan(patterns, torch.zeros(seen.shape).masked_fill_(~seen, -math.inf))
+    together = [_joined(found, layout.k_len // layout.block) for found in patterns]
+    return _Plan(patterns, together, torch.zeros(seen.shape).masked_fill_(~seen, -math.inf))
+
+
+def _joined(rows: list[_Rows], most: int) -> list[_Rows]:
+    """Rows that follow each other and see equally many blocks, ``most`` of them in all, as one."""
+    found: list[_Rows] = []
+    for row in rows:
+        above = found[-1] if found else row
+        count, each = above.blocks.shape
+        size = (above.stop - above.start) // count
+        if (
+            (above.stop, size, each) != (row.start, row.stop - row.start, row.blocks.shape[1])
+            or above.run is not None
+            or row.run is not None
+            or (count + 1) * each > most
+        ):
+            found.append(row)
+            continue
+        masks = None
+        if above.masks is not None or row.masks is not None:
+            both = (above, row)
+            masks = torch.cat(
+                [torch.full_like(x.blocks, -1) if x.masks is None else x.masks for x in both]
+            )
+        blocks = torch.cat([above.blocks, row.blocks])
+        found[-1] = _Rows(above.start, row.stop, blocks, None, masks)
+    return found
 
 
 def _best_rows(layout: Layout) -> int:
@@ -178,17 +213,17 @@ def _best_rows(layout: Layout) -> int:
 
 
 def _parts(
-    layout: Layout, plan: _Plan, heads: int, kv_heads: int
-) -> Iterator[tuple[Tensor | None, int, Tensor | None, list[_Row]]]:
+    layout: Layout, of_patterns: list[list[_Rows]], heads: int, kv_heads: int
+) -> Iterator[tuple[Tensor | None, int, Tensor | None, list[_Rows]]]:
     """For each pattern: its heads, how many share keys, the heads of the keys, and the rows.
 
     None stands for all heads.
     """
     group = heads // max(kv_heads, 1)
     if layout.patterns == 1:
-        yield None, group, None, plan.rows[0]
+        yield None, group, None, of_patterns[0]
         return
-    for pattern, rows in enumerate(plan.rows):
+    for pattern, rows in enumerate(of_patterns):
         own = torch.tensor([h for h, p in enumerate(layout.head_patterns) if p == pattern])
         yield own, 1, own // group, rows
 
@@ -199,34 +234,45 @@ def _in_blocks(x: Tensor, layout: Layout) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, more)).unflatten(2, (layout.k_blocks, layout.block))
 
 
-def _gathered(blocks: Tensor, row: _Row) -> Tensor:
-    own = blocks.index_select(2, row.blocks) if row.run is None else blocks[:, :, row.run]
-    return own.flatten(2, 3)
+def _gathered(blocks: Tensor, row: _Rows) -> Tensor:
+    """The keys of each row: (batch * heads, rows, keys, size)."""
+    if row.run is not None:
+        return blocks[:, :, row.run].flatten(2, 3).flatten(0, 1).unsqueeze(1)
+    own = blocks.index_select(2, row.blocks.flatten())
+    return own.unflatten(2, row.blocks.shape).flatten(3, 4).flatten(0, 1)
 
 
-def _folded(x: Tensor, group: int) -> Tensor:
-    """Heads that share keys, one after the other in one sequence of queries."""
-    return x.unflatten(1, (-1, group)).flatten(2, 3)
+def _folded(x: Tensor, group: int, row: _Rows) -> Tensor:
+    """(batch, heads, queries, size) as (batch * heads of keys, rows, queries, size).
+
+    Heads that share keys stand one after the other in one sequence of queries.
+    """
+    parts = x.unflatten(2, (len(row.blocks), -1)).unflatten(1, (-1, group))
+    return parts.transpose(2, 3).flatten(3, 4).flatten(0, 1)
 
 
-def _unfolded(x: Tensor, group: int) -> Tensor:
-    return x.unflatten(2, (group, -1)).flatten(1, 2)
+def _unfolded(x: Tensor, batch: int, group: int, row: _Rows) -> Tensor:
+    parts = x.unflatten(0, (batch, -1)).unflatten(3, (group, -1))
+    return parts.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def _mask(
     plan: _Plan,
-    row: _Row,
+    row: _Rows,
     bias: Tensor | None,
     heads: Tensor | None,
     group: int,
     layout: Layout,
+    q: Tensor,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What is added to the scores of a row: (1 or batch, 1 or heads, queries, keys), or None."""
+    """What is added to the scores: (1 or batch * heads of keys, rows, queries, keys), or None."""
     mask = None
+    count = len(row.blocks)
+    queries = (row.stop - row.start) // count
     if row.masks is not None:
-        mask = plan.table[row.masks].transpose(0, 1).flatten(1)[: row.stop - row.start]
-        mask = mask.to(dtype).repeat(group, 1)[None, None]
+        mask = plan.table[row.masks].transpose(1, 2).flatten(2)[:, :queries]
+        mask = mask.to(dtype).repeat(1, group, 1)[None]
     if bias is None:
         return mask
     bias = bias.to(dtype)
@@ -234,10 +280,15 @@ def _mask(
         bias = bias[:, heads]
     if bias.shape[2] > 1:
         bias = bias[:, :, row.start : row.stop]
-    if bias.shape[3] > 1:
-        keys = (row.blocks[:, None] * layout.block + torch.arange(layout.block)).flatten()
-        bias = bias[..., keys.clamp_max(layout.k_len - 1)]
-    queries = row.stop - row.start
-    bias = bias.expand(-1, -1, queries, len(row.blocks) * layout.block)
-    bias = bias.repeat(1, 1, group, 1) if bias.shape[1] == 1 else _folded(bias, group)
+    heads_here = q.shape[1] if heads is None else len(heads)
+    bias = bias.expand(q.shape[0], heads_here, row.stop - row.start, -1)
+    keys = (row.blocks[..., None] * layout.block + torch.arange(layout.block)).flatten(1)
+    keys = keys.clamp_max(layout.k_len - 1)
+    if bias.shape[3] == 1:
+        bias = bias.expand(-1, -1, -1, keys.shape[1])
+        bias = _folded(bias, group, row)
+    else:
+        each = bias.unflatten(2, (count, queries))
+        each = torch.stack([each[:, :, i][..., own] for i, own in enumerate(keys)], 2)
+        bias = _folded(each.flatten(2, 3), group, row)
     return bias if mask is None else bias + mask

@@ -134,6 +134,7 @@ ROOMS = [
     "collectives",
     "ranks",
     "pure_layers",
+    "module_calls",
     "modules",
     "captures",
     "marks",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .collectives import AxisName, agreed, pmean
+from .module_calls import call_module, stands_for_tensor, turn_of
 from .pure_layers import PureMode
 from .tree import PyTree, Tensor
 
@@ -80,7 +81,8 @@ class Apply:
         """What the module returns for these parameters.
 
         Args:
-            params: as :func:`from_module` gave them, with other values.
+            params: as :func:`from_module` gave them, with other values, quantised ones too
+                (:func:`zero_fn.quantize`).
             args: the forward's own.
             buffers: the module's buffers; then the result is a pair, (output, new buffers). None:
                 those it was made with, and what becomes of them is dropped.
@@ -93,16 +95,17 @@ class Apply:
                 without a key.
             NotImplementedError: if the module draws random numbers in another way.
         """
-        _check_names(params, _shapes(self.module.named_parameters()), "params")
         state = self.buffers if buffers is None else buffers
         _check_names(state, _shapes(self.buffers.items()), "buffers")
         # Modules add to buffers in place; these are copies, of this call alone.
         own = {name: x.clone() for name, x in state.items()}
-        given = {**params, **own}
-        given |= {name: given[first] for name, first in self.ties.items()}
         mode = PureMode(type(self.module).__name__, dropout_key, self.normalize_over)
-        with _mode_of(self.module, self.training), mode, _explained(self.module):
-            out = torch.func.functional_call(self.module, given, args, kwargs, tie_weights=False)
+        with turn_of(self.module):
+            _check_names(params, _shapes(self.module.named_parameters()), "params")
+            given = {**params, **own}
+            given |= {name: given[first] for name, first in self.ties.items()}
+            with _mode_of(self.module, self.training), mode, _explained(self.module):
+                out = call_module(self.module, given, args, kwargs)
         if buffers is None:
             return out
         return out, {name: self._averaged(mode.written.get(id(x), x)) for name, x in own.items()}
@@ -227,7 +230,7 @@ def _check_names(given: Any, wanted: Mapping[str, tuple[int, ...]], what: str) -
         if name not in given:
             raise ValueError(f"{what} lacks {name!r}; it has {sorted(given)[:8]}")
         x = given[name]
-        if not isinstance(x, Tensor):
+        if not stands_for_tensor(x):
             raise ValueError(
                 f"{what} at {name!r} is {x!r}, no whole tensor; zf.unshard(params) inside spmd "
                 "gives whole ones, and zf.gather_tree(params, mesh) outside"

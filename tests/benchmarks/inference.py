@@ -13,6 +13,7 @@ it is installed (the extra ``peers``).
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
 import random
@@ -37,7 +38,7 @@ from zero_fn import tree
 from zero_fn.demo import read_text, sample
 from zero_fn.inference.quantization import METHODS, tree_bytes
 from zero_fn.models import gpt
-from zero_fn.models.decoding import Decoder
+from zero_fn.models.decoding import Cache, Decoder
 from zero_fn.models.gpt_decoding import decoder
 
 PARTS = ("loss", "decoding", "distillation", "clients")
@@ -102,7 +103,9 @@ def is_linear(path: str, shape: tuple[int, ...]) -> bool:
     return path == "head" or (path.startswith("blocks") and path.endswith("weight"))
 
 
-def decoding_part(console: Console, config: gpt.Config, tokens: int, repeats: int) -> None:
+def decoding_part(
+    console: Console, config: gpt.Config, tokens: int, repeats: int, compiled: bool
+) -> None:
     made, params = decoder(config), gpt.init(config)
     low = tree.map(Tensor.bfloat16, params)
     quantize = functools.partial(zf.quantize, where=is_linear)
@@ -115,11 +118,20 @@ def decoding_part(console: Console, config: gpt.Config, tokens: int, repeats: in
     if importlib.util.find_spec("torchao"):
         weights["torchao int8, float32"] = torchao_weights(params)
         weights["torchao int8, bfloat16"] = torchao_weights(low)
+    prompt = [1, 2, 3, 4]
     runs: dict[str, Callable[[], object]] = {
-        name: functools.partial(zf.generate, made, w, [1, 2, 3, 4], max_new_tokens=tokens)
+        name: functools.partial(zf.generate, made, w, prompt, max_new_tokens=tokens)
         for name, w in weights.items()
     }
-    with warnings.catch_warnings():
+    if compiled:
+        # Each by its own way: torchao is made for torch.compile.
+        step = functools.partial(zf.jit, compiler="inductor")
+        for name, w in weights.items():
+            ready = compiled_decoder(made, torch.compile if name.startswith("torchao") else step)
+            runs[f"{name}, compiled"] = functools.partial(
+                zf.generate, ready, w, prompt, max_new_tokens=tokens
+            )
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         seconds = interleaved(runs, repeats)
     table = Table("weights", "ms a token", "tokens/s", title=f"decoding, batch 1, {config}")
@@ -127,11 +139,27 @@ def decoding_part(console: Console, config: gpt.Config, tokens: int, repeats: in
         table.add_row(name, f"{1e3 * taken / tokens:.3f}", f"{tokens / taken:.1f}")
     console.print(table)
     for dtype in ("float32", "bfloat16"):
-        peer = seconds.get(f"torchao int8, {dtype}")
-        if peer is not None:
-            console.print(
-                f"int8 in {dtype}: {peer / seconds[f'int8, {dtype}']:.2f} times as fast as torchao"
-            )
+        for how in ("", ", compiled"):
+            peer = seconds.get(f"torchao int8, {dtype}{how}")
+            if peer is not None:
+                ratio = peer / seconds[f"int8, {dtype}{how}"]
+                console.print(f"int8, {dtype}{how}: {ratio:.2f} times as fast as torchao")
+
+
+def compiled_decoder(made: Decoder, compiler: Callable[..., Any]) -> Decoder:
+    """The model with a compiled step, which reads all that the cache has room for."""
+
+    def step(params: Any, cache: Cache, tokens: Tensor) -> Any:
+        after, logits = made.decode(params, cache, tokens, None)
+        return after.lengths, logits
+
+    ready = compiler(step)
+
+    def decode(params: Any, cache: Cache, tokens: Tensor, longest: int | None) -> Any:
+        lengths, logits = ready(params, cache, tokens)
+        return cache._replace(lengths=lengths), logits
+
+    return made._replace(decode=decode)
 
 
 def distillation_part(console: Console, tokens: int, width: int, vocabulary: int) -> None:
@@ -272,6 +300,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of training, for the loss")
     parser.add_argument("--tokens", type=int, default=32, help="a run of decoding")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="compiled decoding too: minutes")
+    parser.add_argument("--layers", type=int, help="of the model that decodes; 12 if unset")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
@@ -286,7 +316,8 @@ def main() -> None:
         loss_part(console, params, batches, config)
     if "decoding" in parts:
         large = gpt.Config(256, 64) if given.tiny else gpt.preset("gpt2")
-        decoding_part(console, large, given.tokens, given.repeats)
+        large = dataclasses.replace(large, layers=given.layers or large.layers)
+        decoding_part(console, large, given.tokens, given.repeats, given.compile)
     if "distillation" in parts:
         distillation_part(console, *((64, 16, 501) if given.tiny else (2048, 128, 50257)))
     if "clients" in parts:

@@ -1,14 +1,17 @@
 """Generation with a cache: the uncached forward, token by token, however the model is cut."""
 
 import dataclasses
+import functools
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import zero_fn as zf
+from tests.benchmarks.inference import compiled_decoder
 from tests.processes import run_on_processes
 from zero_fn import tree
 from zero_fn.inference.generation import stream
@@ -247,6 +250,57 @@ def test_keys_decide() -> None:
 def test_what_cannot_be_generated(prompt: Any, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zf.generate(decoder(CONFIG), gpt.init(CONFIG), prompt, **settings)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"vocabulary": 60}, "rows of tokens 60, expected 53"),
+        ({"layers": 1}, "layers 1, expected 2"),
+        ({"width": 64}, "width 64, expected"),
+        ({"length": 30}, "length 30, expected 40"),
+        ({"kv_heads": 1, "heads": 2}, "outputs of qkv, expected"),
+    ],
+)
+def test_parameters_of_another_model(other: Any, message: str) -> None:
+    params = gpt.init(dataclasses.replace(CONFIG, **other))
+    for given in (params, zf.quantize(params)):
+        with pytest.raises(ValueError, match=message):
+            zf.generate(decoder(CONFIG), given, [1])
+    with pytest.raises(ValueError, match="params has no tokens, positions, blocks, norm, head"):
+        zf.generate(decoder(CONFIG), {"w": torch.ones(3)}, [1])
+
+
+def test_prompts_of_numpy() -> None:
+    params = gpt.init(CONFIG)
+    want = zf.generate(decoder(CONFIG), params, [[1, 2], [3, 4]], max_new_tokens=3)
+    for given in (np.array([[1, 2], [3, 4]]), [np.array([1, 2]), [np.int32(3), 4]]):
+        found: Any = zf.generate(decoder(CONFIG), params, given, max_new_tokens=3)
+        assert found == want
+    alone: Any = np.array([1, 2])
+    assert zf.generate(decoder(CONFIG), params, alone, max_new_tokens=3) == want[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_step_makes_the_same_tokens(dtype: torch.dtype) -> None:
+    config = gpt.Config(256, 64)
+    params = zf.quantize(tree.map(lambda x: x.to(dtype), gpt.init(config)))
+    made = decoder(config)
+    want = zf.generate(made, params, [1, 2, 3], max_new_tokens=9)
+    for compiler in (
+        functools.partial(zf.jit, compiler="inductor"),
+        functools.partial(torch.compile, fullgraph=True),
+    ):
+        with torch.no_grad():
+            ready = compiled_decoder(made, compiler)
+            assert zf.generate(ready, params, [1, 2, 3], max_new_tokens=9) == want
+
+
+@pytest.mark.parametrize("prompt", [None, 3, torch.tensor(3), [1, [2]], b"abc", ["abc"], [True]])
+def test_what_is_no_prompt(prompt: Any) -> None:
+    with pytest.raises(TypeError, match="token ids"):
+        zf.generate(decoder(CONFIG), gpt.init(CONFIG), prompt)
 
 
 def test_text_is_not_tokens_and_nan_is_no_token() -> None:

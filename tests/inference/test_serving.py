@@ -129,6 +129,24 @@ def test_the_command_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) ->
     assert "zero-fn generate: nowhere has no config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--slots", "0"], "slots is 0"),
+        (["--max-queue", "0"], "max_queue is 0"),
+        (["--timeout", "-1"], "the limit seconds is -1.0; it is above 0"),
+        (["--max-body", "0"], "the limit body is 0"),
+        (["--max-new-tokens", "0"], "the limit new_tokens is 0"),
+        (["--port", "65536"], "--port 65536: a port is 1 to 65535"),
+    ],
+)
+def test_the_command_does_not_serve(
+    saved: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--checkpoint", str(saved), *given]) == 2
+    assert message in capsys.readouterr().err
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

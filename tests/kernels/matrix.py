@@ -15,6 +15,7 @@ from zero_fn.kernels import (
     block_sparse_attention,
     dense_attention,
     fused_adamw,
+    int8_linear,
     sign_pack,
 )
 from zero_fn.kernels.flash_attention import attention_formula
@@ -167,7 +168,30 @@ def _sign_pack_arguments() -> list[Tensor]:
     return [torch.randn(16, dtype=torch.float64) for _ in range(2)]
 
 
+def _int8_weights() -> tuple[Tensor, Tensor]:
+    return torch.arange(-6, 6, dtype=torch.int8).view(3, 4), torch.arange(1.0, 4.0)
+
+
+def _int8_linear(x: Tensor, y: Tensor) -> Tensor:
+    """Weights have no gradient, so that the second argument is of what comes after."""
+    return int8_linear(x, *_int8_weights()) * y
+
+
+def _int8_formula(x: Tensor, y: Tensor) -> Tensor:
+    values, scale = _int8_weights()
+    return x @ (values * scale[:, None]).double().T * y
+
+
 KERNELS = [
+    Kernel(
+        "int8 linear",
+        _int8_linear,
+        _int8_formula,
+        lambda: [torch.randn(*shape, dtype=torch.float64) for shape in [(5, 4), (3,)]],
+        "zero_fn::int8_linear",
+        every=range(2),
+        some=(0,),
+    ),
     Kernel(
         "adamw",
         _adam,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_fn as zf
 from tests.kernels.attention_cases import cases, inputs, oracle
-from zero_fn.kernels import Layout, attention_rows, block_sparse_attention
+from zero_fn.kernels import Layout, attention_cpu, attention_rows, block_sparse_attention
 from zero_fn.kernels.reference import attention_formula
 
 CASES = cases()
@@ -99,6 +99,30 @@ def test_equals_flex_attention(name: str) -> None:
         want = flex_attention(*qkv, block_mask=layout.to_block_mask())
     got = block_sparse_attention(*qkv, layout)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_share_calls_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that see equally many blocks, as many as one more copy of the keys takes."""
+    calls, flash = [], attention_cpu._flash
+
+    def counted(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(q.shape[1])
+        return flash(q, *args, **kwargs)
+
+    monkeypatch.setattr(attention_cpu, "_flash", counted)
+    monkeypatch.setattr(attention_cpu, "_best_rows", lambda layout: 16)
+    q, k, v = (torch.randn(2, heads, 200, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    rank = torch.rand(13, 13, generator=torch.Generator().manual_seed(0)).argsort(1).argsort(1)
+    seen = rank < 3
+    seen[4] = False  # sees nothing
+    seen[5, :] = True  # all
+    layout = Layout.from_mask(seen, block=16, seq_len=200, k_len=200)
+    for causal in (False, True):
+        dense = layout.to_dense().tril() if causal else layout.to_dense()
+        want = attention_formula(q, k, v, dense, 8**-0.5)[0]
+        found = block_sparse_attention(q, k, v, layout, causal=causal)
+        torch.testing.assert_close(found, want)
+    assert max(calls) > 1
 
 
 def test_nothing_seen_passes_nothing() -> None:

@@ -2,7 +2,6 @@
 
 quantization.py  weights as small integers with scales, and what that costs
 products.py      linear layers and embeddings on them
-module_calls.py  torch.nn modules on them
 distillation.py  a student's loss against a teacher, in chunks
 sampling.py      the next token from logits and a key
 generation.py    zf.generate: prompts continued, a token at a time

@@ -134,6 +134,8 @@ def _serve(given: dict[str, Any], model: Any, params: Any) -> int:
     from .continuous import ContinuousBatcher
     from .serving import Limits, app
 
+    if not 0 <= given["port"] < 2**16:
+        raise ValueError(f"--port {given['port']}: a port is 1 to 65535, or 0 for any that is free")
     limits = Limits(given["max_body"], given["max_new_tokens"], given["timeout"])
     with ContinuousBatcher(
         model, params, slots=given["slots"], max_queue=given["max_queue"]

@@ -1,6 +1,7 @@
 """Generation: tokens one after another from a model with a cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -101,10 +102,14 @@ def checked_prompt(decoder: Decoder, prompt: Prompt, max_new_tokens: int | None)
         ValueError: for one that the model cannot continue so far.
         TypeError: for what is no sequence of integers.
     """
-    given = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-    for place, token in enumerate(given):
-        if isinstance(token, bool) or not isinstance(token, int):
+    rows = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"a prompt is a sequence of token ids, and this one is {prompt!r}")
+    given = []
+    for place, token in enumerate(rows):
+        if not _is_id(token):
             raise TypeError(f"a prompt is a sequence of token ids, and token {place} is {token!r}")
+        given.append(int(token))
         if not 0 <= token < decoder.vocabulary:
             raise ValueError(
                 f"token {place} of the prompt is {token}, and the model's vocabulary has the ids 0 "
@@ -142,9 +147,14 @@ def checked_stop(stop: Sequence[int]) -> frozenset[int]:
         TypeError: for what is no token id.
     """
     for token in stop:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if not _is_id(token):
             raise TypeError(f"stop has {token!r}; it is a sequence of token ids")
-    return frozenset(stop)
+    return frozenset(map(int, stop))
+
+
+def _is_id(token: Any) -> bool:
+    """Whether a value is an integer, NumPy's too."""
+    return isinstance(token, Integral) and not isinstance(token, bool)
 
 
 def padded(prompts: Sequence[Sequence[int]], device: Any = None) -> tuple[Tensor, Tensor]:
@@ -227,4 +237,7 @@ def _several(prompts: Any) -> bool:
         )
     if isinstance(prompts, Tensor):
         return prompts.ndim == 2
-    return len(prompts) > 0 and not isinstance(prompts[0], int)
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r}; it is the token ids of one prompt, or several")
+    first = next(iter(prompts), 0)
+    return isinstance(first, Iterable) and not isinstance(first, str)

@@ -20,9 +20,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import tree
+from ..collectives import all_gather_invariant
 from ..ranks import is_placed
 from ..sharding import Tied
-from ..slicing import Sliced
+from ..slicing import Sliced, SliceRule
 from ..tree import PyTree, Tensor, Where
 
 Method = Literal["int8", "int4", "fp8"]
@@ -63,7 +64,7 @@ class Quantized:
         format: the rest.
     """
 
-    __slots__ = ("format", "scales", "values")
+    __slots__ = ("__weakref__", "format", "scales", "values")  # RNNs keep weak references
     __zero_fn_frozen__ = True  # zf.shard takes its integers
 
     def __init__(self, values: Any, scales: Any, format: Format) -> None:
@@ -172,7 +173,7 @@ def quantize(
 
     Raises:
         ValueError: for an unknown method, a group below 0, a pattern that names no leaf, sharded
-            leaves, or activations of another method.
+            leaves, slices of rows that groups don't divide, or activations of another method.
         TypeError: naming the place that is no floating-point tensor of two or more dimensions.
     """
     if method not in METHODS:
@@ -196,7 +197,7 @@ def quantize(
             return leaf
         if id(leaf) not in made:
             _check(path, leaf)
-            made[id(leaf)] = _quantized(leaf, method, size, activations)
+            made[id(leaf)] = _quantized(path, leaf, method, size, activations)
         formats[path] = made[id(leaf)].format
         return made[id(leaf)]
 
@@ -338,25 +339,41 @@ def _check(path: str, leaf: Any) -> None:
         )
 
 
-def _quantized(leaf: Any, method: Method, group: int, activations: Any) -> Quantized:
+def _quantized(path: str, leaf: Any, method: Method, group: int, activations: Any) -> Quantized:
     if not isinstance(leaf, Sliced):
         return _of_tensor(leaf, method, group, activations)
-    part = _of_tensor(leaf.local, method, group, activations)
+    # A row that is cut keeps one scale, so that the mesh is not seen in what comes out.
+    in_rows = leaf.rule is not None and leaf.rule.dim == leaf.local.ndim - 1
+    shared = leaf.axis if in_rows and not group else None
+    part = _of_tensor(leaf.local, method, group, activations, shared)
 
-    def slices(x: Tensor) -> Sliced:
+    def slices(x: Tensor, rule: SliceRule | None) -> Sliced:
         # Along the cut dimension the whole is as many times its slice as there are ranks, but for
         # padding, which stands at the end of dimension 0.
         shape = list(x.shape)
-        if leaf.rule is not None:
-            dim = leaf.rule.dim
-            shape[dim] *= leaf.parts
-            shape[dim] = min(shape[dim], leaf.shape[dim]) if dim < x.ndim - 1 else shape[dim]
-        return Sliced(x, tuple(shape), leaf.axis, leaf.rule, leaf.parts)
+        if rule is not None and in_rows:
+            columns, stored = leaf.local.shape[-1], shape[-1]
+            if part.format.padding or any(
+                n * stored % (columns * leaf.parts) for n in rule.sections
+            ):
+                raise ValueError(
+                    f"params at {path!r} is {leaf!r}, and groups of {part.format.group} values "
+                    f"don't divide its slices, of {columns} columns; give a group that does"
+                )
+            rule = rule._replace(sections=tuple(n * stored // columns for n in rule.sections))
+            shape[-1] *= leaf.parts
+        elif rule is not None:
+            shape[rule.dim] = min(shape[rule.dim] * leaf.parts, leaf.shape[rule.dim])
+        return Sliced(x, tuple(shape), leaf.axis, rule, leaf.parts)
 
-    return Quantized(slices(part.values), slices(part.scales), part.format)
+    scales = slices(part.scales, None if shared else leaf.rule)
+    return Quantized(slices(part.values, leaf.rule), scales, part.format)
 
 
-def _of_tensor(w: Tensor, method: Method, group: int, activations: Any) -> Quantized:
+def _of_tensor(
+    w: Tensor, method: Method, group: int, activations: Any, shared: str | None = None
+) -> Quantized:
+    """One tensor; with an axis, the rows of all its ranks' tensors have common scales."""
     columns = w.shape[-1]
     size = min(group, columns + columns % 2) if group else 0
     padding = -columns % (size or (2 if method == "int4" else 1))
@@ -365,13 +382,11 @@ def _of_tensor(w: Tensor, method: Method, group: int, activations: Any) -> Quant
     wide = w.detach().to(torch.promote_types(w.dtype, torch.float32))
     wide = torch.nn.functional.pad(wide, (0, padding)) if padding else wide
     grouped = wide.unflatten(-1, (-1, size)) if size else wide.unsqueeze(-2)
-    if grouped.shape[-1] == 0:
-        largest = grouped.new_zeros(grouped.shape[:-1])
-    elif method == "int4":
-        # The largest becomes -8, whichever its sign, so that all 16 values are used.
-        largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True)).squeeze(-1)
-    else:
-        largest = grouped.abs().amax(-1)
+    largest = _largest(grouped)
+    if shared is not None:
+        largest = _largest(all_gather_invariant(largest, shared, dim=-1).unsqueeze(-2))
+    # For int4 the largest becomes -8, whichever its sign, so that all 16 values are used.
+    largest = largest if method == "int4" else largest.abs()
     scales = (largest / LARGEST[method]).float()
     divisor = torch.where(scales == 0, 1, scales).to(wide.dtype)
     scaled = (grouped / divisor.unsqueeze(-1)).flatten(-2)
@@ -383,3 +398,10 @@ def _of_tensor(w: Tensor, method: Method, group: int, activations: Any) -> Quant
         places = (scaled.round().clamp(-8, 7) + 8).to(torch.uint8)
         values = places[..., ::2] | places[..., 1::2] << 4
     return Quantized(values, scales, Format(method, size, w.dtype, activations, padding))
+
+
+def _largest(groups: Tensor) -> Tensor:
+    """The value of each group that lies farthest from 0; (..., groups, values) to (..., groups)."""
+    if groups.shape[-1] == 0:
+        return groups.new_zeros(groups.shape[:-1])
+    return groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)

@@ -69,6 +69,7 @@ def app(batcher: ContinuousBatcher, limits: Limits | None = None) -> "Starlette"
         limits: what a request may ask.
 
     Raises:
+        ValueError: for a limit that is not above 0.
         ModuleNotFoundError: without Starlette.
     """
     from starlette.applications import Starlette
@@ -76,6 +77,9 @@ def app(batcher: ContinuousBatcher, limits: Limits | None = None) -> "Starlette"
     from starlette.routing import Route
 
     bounds, vocabulary = limits or Limits(), batcher.decoder.vocabulary
+    for name, value in bounds._asdict().items():
+        if not value > 0:
+            raise ValueError(f"the limit {name} is {value}; it is above 0")
 
     async def generate(request: "Request") -> "Response":
         try:

@@ -72,6 +72,7 @@ def prefill(
         config: the sizes.
         axis: the mesh axis the parameters are cut over.
     """
+    _check(params, config, axis)
     cut, rows = Cut(axis), tokens.shape[0]
     if isinstance(config.attention, Layout):
         tokens = F.pad(tokens, (0, config.attention.q_len - tokens.shape[1]))
@@ -125,6 +126,25 @@ def decode(
         x = x + gpt.output(block, mixed, cut)
         x = x + gpt.mlp(block, gpt.layer_norm(x, block["norm2"], cut), cut)
     return cache._replace(lengths=places + 1), _logits(params, x, config, cut)
+
+
+def _check(params: Params, config: Config, axis: str | None) -> None:
+    """Refuse the parameters of another model, which might run and mean nothing."""
+    names = ("tokens", "positions", "blocks", "norm", "head")
+    missing = [n for n in names if not isinstance(params, dict) or n not in params]
+    if missing:
+        raise ValueError(f"params has no {', '.join(missing)}; these are no parameters of a GPT")
+    found = [len(params["blocks"]), *params["positions"].shape, params["tokens"].shape[0]]
+    ranks = 1 if axis is None else axis_size(axis)
+    rows = -(-config.vocabulary // ranks)
+    want = [config.layers, config.length, config.width, rows]
+    what = ("layers", "length", "width", "rows of tokens")
+    wrong = [f"{n} {a}, expected {b}" for n, a, b in zip(what, found, want, strict=True) if a != b]
+    qkv = params["blocks"][0]["qkv"]["weight"].shape[0] * ranks if params["blocks"] else None
+    if not wrong and qkv != sum(config.qkv):
+        wrong = [f"{qkv} outputs of qkv, expected {sum(config.qkv)}"]
+    if wrong:
+        raise ValueError(f"params are another model's than {config}: {'; '.join(wrong)}")
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
