@@ -12,10 +12,10 @@
 # # Why does one bit a value train almost as well as thirty-two?
 #
 # Because nothing is lost, only late. A value travels as its sign, with one scale for each block of
-# 1024; what the code leaves out is kept by its sender and added to the next step's values. The sum of
-# what arrives is the sum of what was meant, less the last remainder. 1-bit Adam sends its momentum
-# that way once Adam's variance has settled: about 32 times fewer bytes a step, 5 times fewer over a
-# run with 15 % of warm-up.
+# 1024; what the code leaves out is kept by its sender and added to the next step's values. The sum
+# of what arrives is the sum of what was meant, less the last remainder. 1-bit Adam sends its
+# momentum that way once Adam's variance has settled: about 31 times fewer bytes a step, 5 times
+# fewer over a run with 15 % of warm-up.
 
 # %%
 from dataclasses import replace
@@ -69,9 +69,9 @@ print(f"after 200 steps: error {distances[-1]:.2%} with feedback, {unaided[-1]:.
 # %% [markdown]
 # ## Four ranks
 #
-# `zf.compress` is the mean over an axis in two collectives, and codes twice: each rank what it sends
-# to the owner of a part, and the owner the mean that it sends to all. Both keep feedback. Here each
-# of four simulated ranks has a new gradient at each of 50 steps.
+# `zf.compress` is the mean over an axis in two collectives, and codes twice: each rank what it
+# sends to the owner of a part, and the owner the mean that it sends to all. Both keep feedback.
+# Here each of four simulated ranks has a new gradient at each of 50 steps.
 
 # %%
 mesh = zf.Mesh(dp=4)

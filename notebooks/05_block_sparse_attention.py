@@ -12,9 +12,9 @@
 # # What does attention cost when it skips most blocks?
 #
 # What the blocks that it sees cost, in time and in memory, forward and backward. A `Layout` says
-# which blocks of keys each block of queries sees; with windows, a few global and a few random blocks
-# (BigBird), their number grows with the length, not with its square, so that 16384 tokens take no
-# more than the inputs and a few tiles where dense scores would fill 2 GiB.
+# which blocks of keys each block of queries sees; with windows, a few global and a few random
+# blocks (BigBird), their number grows with the length, not with its square, so that 16384 tokens
+# take little more than their inputs and gradients where the scores would fill 2 GiB.
 
 # %%
 import resource
@@ -52,8 +52,8 @@ for axes, (name, layout) in zip(panels.flat, layouts.items(), strict=True):
 pyplot.show()
 
 # %% [markdown]
-# They combine: what both see (`&`), what either sees (`|`); and a boolean mask of blocks is a layout,
-# too. This one is BigBird within packed documents, and causal.
+# They combine: what both see (`&`), what either sees (`|`); and a boolean mask of blocks is a
+# layout, too. `packed` is BigBird within packed documents, and causal.
 
 # %%
 packed = layouts["bigbird"] & layouts["document"].tril()
@@ -88,7 +88,7 @@ def dense(q, k, v, layout):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).sin().sum()
 
 
-for name, layout in {**layouts, "packed": packed}.items():
+for layout in (*layouts.values(), packed):
     got = torch.func.grad_and_value(sparse, (0, 1, 2))(q, k, v, layout)
     want = torch.func.grad_and_value(dense, (0, 1, 2))(q, k, v, layout)
     torch.testing.assert_close(got, want)
