@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs
+.PHONY: demo test lint docs notebooks
 
 demo: .venv/installed
 	$(BIN)/python -m zero_fn demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+notebooks: .venv/installed
+	$(BIN)/python -m notebooks.build
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -105,6 +105,45 @@ def test_the_laws_refuse_a_lossy_scheme() -> None:
         check_scheme(Lossy())
 
 
+class Int8Gather(torch.autograd.Function):
+    """A gather in int8, whose gradient is reduced as it is, times a factor that is 1 if right."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(piece: Tensor, axis: Any, factor: float) -> Tensor:
+        codec, n = zf.Int8(), piece.numel()
+        row = torch.nn.functional.pad(piece, (0, -n % 1024)).view(1, -1)
+        codes, scales = (zf.all_gather(part, axis) for part in codec.encode(row))
+        return codec.decode((codes, scales), row.shape[-1], piece.dtype)[:, :n].reshape(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.axis, ctx.factor = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.factor * zf.psum_scatter(grad.contiguous(), ctx.axis), None, None
+
+
+@dataclass(frozen=True)
+class Quantised(zf.sharding.ZeRO3):
+    factor: float = 1.0
+
+    def gather(self, piece: Tensor, shape: Any, axis: Any) -> Tensor:
+        flat = Int8Gather.apply(piece, axis, self.factor)
+        return flat[: torch.Size(shape).numel()].view(shape)  # type: ignore[no-any-return]
+
+
+def test_a_scheme_may_lose_what_it_says_and_no_more() -> None:
+    check_scheme(Quantised(), loses=1 / 254)  # half of one of 127 steps
+    check_scheme(Quantised(), loses=1 / 254, dp_outer=2, dp_inner=2)
+    with pytest.raises(AssertionError, match=r"off, more than 0.001 of"):
+        check_scheme(Quantised(), loses=1e-3)
+    with pytest.raises(AssertionError, match="gradient is not the dense gradient"):
+        check_scheme(Quantised(0.999), loses=1 / 254)
+
+
 def test_the_laws_refuse_a_gradient_that_is_not_reduced() -> None:
     @dataclass(frozen=True)
     class Unreduced(Hierarchical):

@@ -1,0 +1,1 @@
+"""The notebooks: one question each. ``build.py`` executes them."""
