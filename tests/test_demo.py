@@ -104,7 +104,6 @@ def test_wrong_arguments_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
         (["--tp", "4"], "heads=2 is not divisible by the 4 ranks of 'tp'"),
         (["--tp", "2", "--compress", "1bit"], "gradients of slices do not travel compressed"),
         (["--pp", "5"], "cannot be cut into 5 stages"),
-        (["--pp", "2", "--compress", "1bit"], "gradients of a pipeline do not travel compressed"),
         (["--preset", "huge"], "no preset 'huge'; there are tiny, small"),
         (["--attention", "sparse"], "no attention 'sparse'; there are dense, fixed"),
         (["--text", str(tmp_path / "none")], "no such file or folder"),

@@ -180,5 +180,5 @@ def test_state_on_disk_is_not_in_memory(tmp_path: Path) -> None:
     here, away = zf.plan(step, state, x), zf.plan(step, there, x)
     assert here.disk == 0
     assert away.disk == pytest.approx(2 * 8 * (1 << 16), abs=64)  # two files of each moment
-    assert away.rest["optimizer state"] < 64
+    assert away.rest.get("optimizer state", 0) < 64
     assert away.peak.bytes <= here.peak.bytes - 8 * (1 << 16) + 64

@@ -27,4 +27,4 @@ def test_a_block_runs_as_pasted(place: int, tmp_path: Path) -> None:
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 18
+    assert len(BLOCKS) == 19

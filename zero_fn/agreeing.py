@@ -51,7 +51,7 @@ def _described(program: Program) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {}
     for node in program.graph_module.graph.nodes:
         kind = accounting.kind_of(node)
-        if kind is None:
+        if kind is None or kind == "send":  # what one rank sends, others receive
             continue
         group = str(node.args[-1])
         values = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
