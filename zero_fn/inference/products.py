@@ -10,14 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..kernels.int8_products import (
-    blocks,
-    has_kernel,
-    int8_linear,
-    is_small,
-    product,
-    rounded_through,
-)
 from ..tree import Tensor
 from .quantization import Quantized, dequantize, numbers, weights
 
@@ -92,7 +84,7 @@ def matmul(x: Tensor | Quantized, weight: Tensor | Quantized) -> Tensor:
     if isinstance(x, Quantized) or not isinstance(weight, Quantized) or weight.ndim != 2:
         return torch.matmul(*dequantize((x, weight)))
     y: Tensor | None = None
-    for own in blocks(*weight.shape):
+    for own in _int8().blocks(*weight.shape):
         part = x[..., own] @ weight[own].to(x.dtype)
         y = part if y is None else y + part
     assert y is not None
@@ -124,20 +116,24 @@ def _kernel(x: Tensor, weight: Quantized) -> Tensor | None:
         return None
     given = x, values, scales.squeeze(-1), format.activations is not None
     if torch.compiler.is_dynamo_compiling():
-        return int8_linear(*given)
-    if not has_kernel(x):
+        return _int8().int8_linear(*given)
+    if not _int8().has_kernel(x):
         return None
     # Inductor cannot lower torch's op for a few rows, and fuses the others.
-    traced = type(x) is not Tensor and is_small(x, values)
-    return int8_linear(*given) if traced or _transformed(x, values, scales) else product(*given)
+    traced = type(x) is not Tensor and _int8().is_small(x, values)
+    return (
+        _int8().int8_linear(*given)
+        if traced or _transformed(x, values, scales)
+        else _int8().product(*given)
+    )
 
 
 def _by_blocks(x: Tensor, weight: Quantized) -> Tensor:
     """The product with some rows of the weight at a time, in plain differentiable torch."""
     format = weight.format
-    x = rounded_through(x) if format.activations else x
+    x = _int8().rounded_through(x) if format.activations else x
     parts = []
-    for own in blocks(*weight.shape):
+    for own in _int8().blocks(*weight.shape):
         values, scales = weight.values[own], weight.scales[own]
         if format.group or format.padding:
             parts.append(F.linear(x, weights(values, scales, format, x.dtype)))
@@ -151,3 +147,10 @@ def _transformed(*tensors: Tensor) -> bool:
     """Whether a tensor is being differentiated or mapped over."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return differentiated or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+def _int8() -> Any:
+    """The kernels' room; torch's compiler comes with its ops, and takes a second to load."""
+    from ..kernels import int8_products
+
+    return int8_products
