@@ -17,6 +17,7 @@
 
 # %%
 import torch
+from matplotlib import pyplot
 
 import zero_fn as zf
 
@@ -52,6 +53,19 @@ print(read.axes, read.batch, read.arguments)
 assert read.axes == {"dp": 4}
 assert read.arguments == {"stage": 2, "clip": 1.0, "microbatches": 2}
 assert "steps_per_print" in read.unsupported
+
+# %% [markdown]
+# The scheduler became a function of the number of steps made, `zf.warmup_lr`, with DeepSpeed's
+# meanings: the rate grows with the logarithm of the count.
+
+# %%
+rate = zf.warmup_lr(0, 1e-2, 4)
+rates = [rate(torch.tensor(count)).item() for count in range(8)]
+figure, axes = pyplot.subplots(figsize=(5, 2.5))
+axes.step(range(8), rates, where="post", marker="o")
+axes.set(xlabel="steps made", ylabel="learning rate", title="WarmupLR, 4 steps")
+assert rates == sorted(rates)
+assert abs(rates[-1] - 1e-2) < 1e-9
 
 # %% [markdown]
 # ## The step
@@ -91,7 +105,7 @@ print([round(loss, 4) for loss in losses])
 # %%
 params = {name: p.requires_grad_() for name, p in new_params().items()}
 optimizer = torch.optim.AdamW(params.values(), betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-2)
-rate, plain = zf.warmup_lr(0, 1e-2, 4), []
+plain = []
 for count, batch in enumerate(batches):
     optimizer.param_groups[0]["lr"] = rate(torch.tensor(count)).item()
     optimizer.zero_grad()
