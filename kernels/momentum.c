@@ -1,96 +1,17 @@
 /* Momenta that travel in one bit a value; see momentum.py, whose words these are.
 
    Nothing that has as many values as the model is made: what is encoded is computed where it is
-   encoded, and once more where its rest is taken. Sixteen values at a time, in the vector types of
-   GCC and Clang, on a little-endian machine. */
+   encoded, and once more where its rest is taken. */
 
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#define WIDTH 16
-#define LARGEST 4096 /* values of a block, as sign_packing_native.py says */
-
-typedef float values __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t words __attribute__((vector_size(4 * WIDTH)));
-typedef int8_t bytes __attribute__((vector_size(WIDTH)));
-
-static inline words all(int32_t word)
-{
-    words out;
-    for (int i = 0; i < WIDTH; i++)
-        out[i] = word;
-    return out;
-}
-
-static inline values each(float value)
-{
-    values out;
-    for (int i = 0; i < WIDTH; i++)
-        out[i] = value;
-    return out;
-}
-
-static inline words word_of(float value)
-{
-    int32_t word;
-    memcpy(&word, &value, sizeof word);
-    return all(word);
-}
-
-/* The first `count` values at `from`, zeros behind them. */
-static inline values load(const float *from, int64_t count)
-{
-    values out = {0};
-    if (count >= WIDTH)
-        memcpy(&out, from, sizeof out);
-    else if (count > 0)
-        memcpy(&out, from, count * sizeof(float));
-    return out;
-}
-
-static inline void store(values what, float *to, int64_t count)
-{
-    if (count >= WIDTH)
-        memcpy(to, &what, sizeof what);
-    else if (count > 0)
-        memcpy(to, &what, count * sizeof(float));
-}
-
-/* Plus or minus a scale, by two bytes of bits. */
-static inline values signed_scale(const uint8_t *bits, float scale)
-{
-    words place;
-    uint16_t both; /* the first byte is the low one */
-    for (int j = 0; j < WIDTH; j++)
-        place[j] = j < 8 ? 0x80 >> j : 0x8000 >> (j - 8);
-    memcpy(&both, bits, sizeof both);
-    return (values)(word_of(scale) ^ (((all(both) & place) != 0) & all((int32_t)0x80000000)));
-}
-
-/* The bits of a block whose minuses are bytes of 0 or 1: byte k goes to bit 7 - k of the highest. */
-static inline void squeeze(const int8_t *minus, uint8_t *bits, int64_t block)
-{
-    for (int64_t i = 0; i < block / 8; i++) {
-        uint64_t eight;
-        memcpy(&eight, minus + 8 * i, sizeof eight);
-        bits[i] = eight * 0x8040201008040201u >> 56;
-    }
-}
+#include "signs.h"
 
 static inline values note(values total, int8_t *minus)
 {
     bytes negative = __builtin_convertvector(((words)total >> 31) & all(1), bytes);
     memcpy(minus, &negative, sizeof negative);
     return (values)((words)total & all(0x7fffffff));
-}
-
-static inline float mean_of(values sum, int64_t count)
-{
-    float mean = 0;
-    for (int j = 0; j < WIDTH; j++)
-        mean += sum[j];
-    return mean / (count > 1 ? count : 1);
 }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -27,33 +27,7 @@ def takes(tensors: Iterable[Tensor], block: int) -> bool:
     return fits and block % WIDTH == 0 and block <= LARGEST and library(SOURCE) is not None
 
 
-def pack_momentum(
-    grads: Sequence[Tensor],
-    mu: Tensor | None,
-    error: Tensor,
-    bits: Tensor,
-    scales: Tensor,
-    beta: float,
-    block: int,
-) -> None:
-    """Fill bits and scales."""
-    _run(_over_leaves("pack_momentum", grads, mu, error, bits, scales, beta, block))
-
-
-def rest_of_momentum(
-    grads: Sequence[Tensor],
-    mu: Tensor | None,
-    error: Tensor,
-    bits: Tensor,
-    scales: Tensor,
-    beta: float,
-    block: int,
-) -> None:
-    """Overwrite error."""
-    _run(_over_leaves("rest_of_momentum", grads, mu, error, bits, scales, beta, block))
-
-
-def _over_leaves(
+def over_leaves(
     name: str,
     grads: Sequence[Tensor],
     mu: Tensor | None,
@@ -62,54 +36,33 @@ def _over_leaves(
     scales: Tensor,
     beta: float,
     block: int,
-) -> Iterator[Job]:
+) -> None:
+    """Call ``pack_momentum``, which fills bits and scales, or ``rest_of_momentum``: error."""
     function = getattr(library(SOURCE), name)
     share = max(SHARE // block, 1) * block
-    start = 0  # of the leaf in the bucket
-    for g in grads:
-        for first in range(0, g.numel(), share):
-            at = start + first
-            yield (
-                function,
-                _pointer(g, first),
-                None if mu is None else _pointer(mu, at),
-                _pointer(error, at),
-                _pointer(bits, at // 8),
-                _pointer(scales, at // block),
-                ctypes.c_int64(min(share, g.numel() - first)),
-                ctypes.c_int64(block),
-                ctypes.c_float(beta),
-            )
-        start += -(-g.numel() // block) * block
+
+    def jobs() -> Iterator[Job]:
+        start = 0  # of the leaf in the bucket
+        for g in grads:
+            for first in range(0, g.numel(), share):
+                at = start + first
+                yield (
+                    function,
+                    _pointer(g, first),
+                    None if mu is None else _pointer(mu, at),
+                    _pointer(error, at),
+                    _pointer(bits, at // 8),
+                    _pointer(scales, at // block),
+                    ctypes.c_int64(min(share, g.numel() - first)),
+                    ctypes.c_int64(block),
+                    ctypes.c_float(beta),
+                )
+            start += -(-g.numel() // block) * block
+
+    _run(jobs())
 
 
-def pack_average(
-    received: Tensor,
-    strengths: Tensor,
-    owned: Tensor,
-    counts: Tensor,
-    bits: Tensor,
-    scales: Tensor,
-    block: int,
-) -> None:
-    """Fill bits and scales."""
-    _run(_over_blocks("pack_average", received, strengths, owned, counts, bits, scales, block))
-
-
-def rest_of_average(
-    received: Tensor,
-    strengths: Tensor,
-    owned: Tensor,
-    counts: Tensor,
-    bits: Tensor,
-    scales: Tensor,
-    block: int,
-) -> None:
-    """Overwrite owned."""
-    _run(_over_blocks("rest_of_average", received, strengths, owned, counts, bits, scales, block))
-
-
-def _over_blocks(
+def over_blocks(
     name: str,
     received: Tensor,
     strengths: Tensor,
@@ -118,24 +71,30 @@ def _over_blocks(
     bits: Tensor,
     scales: Tensor,
     block: int,
-) -> Iterator[Job]:
+) -> None:
+    """Call ``pack_average``, which fills bits and scales, or ``rest_of_average``: owned."""
     function = getattr(library(SOURCE), name)
     ranks, blocks = strengths.shape
     share = max(SHARE // block, 1)
-    for first in range(0, blocks, share):
-        yield (
-            function,
-            _pointer(received, first * block // 8),
-            _pointer(strengths, first),
-            _pointer(owned, first * block),
-            _pointer(counts, first),
-            _pointer(bits, first * block // 8),
-            _pointer(scales, first),
-            *map(
-                ctypes.c_int64,
-                (min(share, blocks - first), block, ranks, blocks * block // 8, blocks),
-            ),
-        )
+
+    def jobs() -> Iterator[Job]:
+        for first in range(0, blocks, share):
+            at = first * block
+            yield (
+                function,
+                _pointer(received, at // 8),
+                _pointer(strengths, first),
+                _pointer(owned, at),
+                _pointer(counts, first),
+                _pointer(bits, at // 8),
+                _pointer(scales, first),
+                *map(
+                    ctypes.c_int64,
+                    (min(share, blocks - first), block, ranks, blocks * block // 8, blocks),
+                ),
+            )
+
+    _run(jobs())
 
 
 def precondition(

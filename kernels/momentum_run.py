@@ -85,7 +85,8 @@ def _pack_momentum_op(
         return _pack(*_total(grads, mu, error, beta))
     bits = error.new_zeros(len(error) // 8, dtype=torch.uint8)
     scales = error.new_zeros(len(error) // BLOCK)
-    native.pack_momentum(_dense(grads, error.dtype), mu, error, bits, scales, beta, BLOCK)
+    given = (_dense(grads, error.dtype), mu, error, bits, scales)
+    native.over_leaves("pack_momentum", *given, beta, BLOCK)
     return bits, scales
 
 
@@ -109,7 +110,7 @@ def _renew_error(
     if native.takes([error, scales, *([] if mu is None else [mu])], BLOCK):
         if finite:
             given = (_dense(grads, error.dtype), mu, error, bits, scales)
-            native.rest_of_momentum(*given, beta, BLOCK)
+            native.over_leaves("rest_of_momentum", *given, beta, BLOCK)
     else:
         rest = _rest(*_total(grads, mu, error, beta), bits, scales)
         error.copy_(torch.where(finite, rest, error))
@@ -126,7 +127,8 @@ def _renew_owned(
 ) -> None:
     if native.takes([scales, owned, own_scales], BLOCK):
         if finite:
-            native.rest_of_average(bits, scales, owned, counts, own_bits, own_scales, BLOCK)
+            given = (bits, scales, owned, counts, own_bits, own_scales)
+            native.over_blocks("rest_of_average", *given, BLOCK)
     else:
         rest = _rest(_average(bits, scales, owned), counts, own_bits, own_scales)
         owned.copy_(torch.where(finite, rest, owned))
@@ -140,7 +142,8 @@ def _pack_average_op(
         return _pack(_average(bits, scales, owned), counts)
     own_bits = bits.new_empty(bits.shape[1:])
     own_scales = scales.new_empty(scales.shape[1:])
-    native.pack_average(bits, scales, owned, counts, own_bits, own_scales, BLOCK)
+    given = (bits, scales, owned, counts, own_bits, own_scales)
+    native.over_blocks("pack_average", *given, BLOCK)
     return own_bits, own_scales
 
 

@@ -55,7 +55,9 @@ def _key(source: Path, compiler: str) -> str:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    parts = (source.read_bytes(), version, platform.machine().encode(), features.encode())
+    headers = sorted(source.parent.glob("*.h"))
+    code = b"".join(file.read_bytes() for file in (source, *headers))
+    parts = (code, version, platform.machine().encode(), features.encode())
     return hashlib.sha256(b"\0".join((*parts, *map(str.encode, FLAGS)))).hexdigest()[:16]
 
 

@@ -1,26 +1,8 @@
 /* Signs packed and unpacked in one pass over memory; see sign_packing.py, whose layout this is.
 
-   Sixteen values at a time, in the vector types of GCC and Clang. A block's sums stay in the cache
-   until its scale is known. Bytes are gathered by a multiplication, which wants a little-endian
-   machine. */
+   A block's sums stay in the cache until its scale is known. */
 
-#include <stdint.h>
-#include <string.h>
-
-#define WIDTH 16
-#define LARGEST 4096 /* values of a block, as sign_packing_native.py says */
-
-typedef float values __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t words __attribute__((vector_size(4 * WIDTH)));
-typedef int8_t bytes __attribute__((vector_size(WIDTH)));
-
-static inline words all(int32_t word)
-{
-    words out;
-    for (int i = 0; i < WIDTH; i++)
-        out[i] = word;
-    return out;
-}
+#include "signs.h"
 
 /* x + error at vector i, 0 from count on; its signs go to minus. */
 static inline values add(const float *x, const float *error, int8_t *minus, int64_t i, int32_t count)
@@ -84,39 +66,16 @@ void pack(const float *restrict x, const float *restrict error, const int32_t *r
         }
         if (n == blocks)
             return;
-        sum += other;
-        float mean = 0;
-        for (int j = 0; j < WIDTH; j++)
-            mean += sum[j];
-        scales[n] = mean /= counts[n] > 1 ? counts[n] : 1;
-        int32_t word;
-        memcpy(&word, &mean, sizeof word);
-        scale = all(word & 0x7fffffff);
-        for (int64_t i = 0; i < block / 8; i++) {
-            uint64_t eight; /* bytes of 0 or 1; byte k goes to bit 7 - k of the highest one */
-            memcpy(&eight, minus + 8 * i, sizeof eight);
-            *bits++ = eight * 0x8040201008040201u >> 56;
-        }
+        scales[n] = mean_of(sum + other, counts[n]);
+        scale = word_of(scales[n]) & all(0x7fffffff);
+        squeeze(minus, bits, block);
+        bits += block / 8;
     }
 }
 
 void unpack(const uint8_t *bits, const float *scales, float *out, int64_t blocks, int64_t block)
 {
-    const words sign = all((int32_t)0x80000000);
-    words place, first;
-    for (int j = 0; j < WIDTH; j++) {
-        place[j] = 0x80 >> (j % 8);
-        first[j] = j < 8 ? -1 : 0;
-    }
-    for (int64_t i = 0; i < blocks; i++) {
-        int32_t word;
-        memcpy(&word, scales + i, sizeof word);
-        const words scale = all(word);
-        for (int64_t j = 0; j < block / WIDTH; j++, bits += 2, out += WIDTH) {
-            words pair = (all(bits[0]) & first) | (all(bits[1]) & ~first);
-            words minus = ((pair & place) != 0) & sign;
-            values signed_scale = (values)(scale ^ minus);
-            memcpy(out, &signed_scale, sizeof signed_scale);
-        }
-    }
+    for (int64_t i = 0; i < blocks; i++)
+        for (int64_t j = 0; j < block / WIDTH; j++, bits += 2, out += WIDTH)
+            store(signed_scale(bits, scales[i]), out, WIDTH);
 }
