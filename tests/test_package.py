@@ -179,6 +179,7 @@ ROOMS = [
     "exchanging",
     "logs",
     "resuming",
+    "fitting",
     "train",
     "launching",
     "models",
@@ -226,7 +227,7 @@ def test_kernels_import_nothing_of_the_library() -> None:
 
 def test_only_few_rooms_speak_of_torch_distributed() -> None:
     for path in (ROOT / "zero_fn").rglob("*.py"):
-        few = ("mesh", "train", "messages", "checkpoint", "storage", "background")
+        few = ("mesh", "messages", "checkpoint", "storage", "background")
         few += ("safetensors_files", "starting", "script", "scripts")
         if path.stem not in few:
             assert "distributed" not in path.read_text().replace("torch.distributed.checkpoint", "")

@@ -60,13 +60,14 @@ def export_to_nowhere(folder: Path) -> str:
     mesh = zf.Mesh(dp=2)
     try:
         zf.export_safetensors(folder / "none" / "x", whole_params(mesh, 3), mesh)
-    except FileNotFoundError as error:
+    except OSError as error:
         return str(error)
     return ""
 
 
 def test_all_ranks_learn_that_it_cannot_be_written(tmp_path: Path) -> None:
-    assert all("No such file" in x for x in run_on_processes(2, export_to_nowhere, tmp_path))
+    for text in run_on_processes(2, export_to_nowhere, tmp_path):
+        assert "none/x cannot be written" in text
 
 
 def test_a_pipelines_stages_are_one_file(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_pipelines_stages_are_one_file(tmp_path: Path) -> None:
         if name in found:  # a tie may be there under one of its names
             assert torch.equal(found[name], x)
     assert "0.tokens" in found
-    assert "1.blocks.0.norm1.weight" in found or len(found) > 10
+    assert {"1.positions", "1.blocks.0.qkv.weight"} & set(found) == {"1.blocks.0.qkv.weight"}
 
 
 @pytest.mark.parametrize("shapes", [[(3,), (), (0, 2), (5, 1)], [(7,)]], ids=str)
@@ -143,7 +144,7 @@ def test_errors_name_every_difference(tmp_path: Path) -> None:
         assert words in str(error.value)
     fresh = ["a", "b", "new", "old"]
     assert zf.import_safetensors(file, like, mesh, fresh=fresh)["a"].tolist() == [1.0] * 4
-    for text, message in ((b"", "is no safetensors file"), (file.read_bytes()[:-4], "should have")):
+    for text, message in ((b"", "is no safetensors file"), (file.read_bytes()[:-4], "cut short")):
         (tmp_path / "bad").write_bytes(text)
         with pytest.raises(ValueError, match=message):
             zf.import_safetensors(tmp_path / "bad", like, mesh)

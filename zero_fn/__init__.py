@@ -109,9 +109,10 @@ from .sharding_pictures import ShardingPicture, show_sharding
 
 # A ready-made step and loop, and logs of it.
 from .logs import csv_log, tensorboard_log
+from .fitting import fit, progress
 from .resuming import Checkpoints
 from .states import Train, TrainState, unfreeze
-from .train import fit, progress, train_step
+from .train import train_step
 
 # Processes, started from a notebook or a script.
 from .launching import RankError, launch

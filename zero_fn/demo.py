@@ -22,6 +22,7 @@ from .accumulation import accumulate
 from .checkpoint import saved_steps
 from .collectives import all_gather_invariant, pmean
 from .compiler import jit
+from .fitting import fit
 from .inference.model_files import save_config
 from .kernels import Layout
 from .mesh import Mesh
@@ -33,7 +34,7 @@ from .resuming import Checkpoints
 from .sharding import unshard
 from .slicing import local_slices, slice_params
 from .states import TrainState
-from .train import fit, train_step
+from .train import train_step
 from .tree import PyTree, Tensor
 
 PEAK, WARMUP, DECAY, CLIP = 2e-3, 20, 0.1, 1.0

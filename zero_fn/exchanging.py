@@ -1,7 +1,6 @@
 """The step whose gradients travel compressed, or by an optimizer that exchanges them itself."""
 
 from collections.abc import Callable
-from typing import Any
 
 from . import tree
 from .accumulation import LossFn, accumulate, check_unreduced
@@ -86,9 +85,7 @@ def exchanging_step(
             grads = tree.map(lambda g: g * pvary(factor, axis).to(g.dtype), grads)
             metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        told: Any = getattr(opt_state, "error", opt_state)
-        if hasattr(told, "finite"):
-            metrics["finite"] = told.finite
+        metrics["finite"] = optimizer.finite(opt_state)
         return TrainState(apply_updates(state.params, updates), opt_state), metrics
 
     run = jit(spmd(step, mesh, data_axes=(axis,)), donate=0 if donate else (), compiler=compiler)

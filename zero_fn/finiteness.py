@@ -10,11 +10,11 @@ from .ranks import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
 
 
-def all_finite_in(flat: Tensor) -> Tensor:
+def all_finite_in(x: Tensor) -> Tensor:
     """Whether all values are, 0-dim; without a temporary of their size."""
-    if not flat.numel():
-        return torch.ones((), dtype=torch.bool, device=flat.device)
-    return flat.amin().isfinite() & flat.amax().isfinite()  # both pass NaN on
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return x.amin().isfinite() & x.amax().isfinite()  # both pass NaN on
 
 
 def first_not_finite(grads: PyTree) -> Tensor:
@@ -31,7 +31,7 @@ def first_not_finite(grads: PyTree) -> Tensor:
     axes = tuple(sorted({axis for leaf in leaves for axis in leaf.axes}))
     flags = []
     for leaf in leaves:
-        bad = (~leaf.value.isfinite()).any().to(torch.float32)
+        bad = (~all_finite_in(leaf.value)).to(torch.float32)
         missing = tuple(axis for axis in axes if axis not in leaf.axes)
         flags.append(pvary(bad, missing) if missing else bad)
     bad = torch.stack(flags)

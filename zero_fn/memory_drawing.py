@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .accounting import PARTS, Moment
-from .naming import size_of
+from .naming import size_of, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,9 +61,3 @@ def draw_memory(moments: Sequence[Moment], line: str, ax: Axes | None) -> Axes:
         loc="center left", bbox_to_anchor=(1, 0.5),
     )  # fmt: skip
     return ax
-
-
-def unit_of(size: float) -> tuple[int, str]:
-    """The unit in which a number of bytes is drawn, and its name."""
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-    return next((unit for unit in units if size >= unit[0]), (1, "B"))

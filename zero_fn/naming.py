@@ -39,7 +39,15 @@ def size_of(count: float) -> str:
     >>> size_of(3 << 19)
     '1.5 MiB'
     """
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
+    size, unit = unit_of(count)
+    return f"{count / size:.{int(size > 1)}f} {unit}"
+
+
+def unit_of(count: float) -> tuple[int, str]:
+    """The unit in which a number of bytes is told, in bytes, and its name.
+
+    >>> unit_of(3 << 19)
+    (1048576, 'MiB')
+    """
+    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next((unit for unit in units if count >= unit[0]), (1, "B"))

@@ -13,6 +13,7 @@ import torch
 
 from . import tree
 from .collectives import psum, pvary
+from .finiteness import all_finite_in
 from .naming import suggestion
 from .ranks import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
@@ -176,7 +177,7 @@ def all_finite(grads: PyTree) -> Tensor:
     bad = torch.zeros((), dtype=torch.float32)
     bad = pvary(bad, axes) if axes else bad
     for leaf in leaves:
-        found = (~leaf.value.isfinite()).any().to(torch.float32)
+        found = (~all_finite_in(leaf.value)).to(torch.float32)
         missing = tuple(axis for axis in axes if axis not in leaf.axes)
         bad = bad + (pvary(found, missing) if missing else found)
     return (psum(bad, axes) if axes else bad) == 0

@@ -1,16 +1,14 @@
 """Parameters as a safetensors file, whole tensors by key path: what other programs read and write.
 
-The format: eight bytes with the length of a JSON header, the header (name to dtype, shape and
-place), and the values in little-endian rows, https://github.com/huggingface/safetensors. Files are
-mapped into memory, so that a rank reads only what it holds, and one leaf at a time is gathered.
+Files are mapped into memory, so that a rank reads only what it holds. Written files pass through
+rank 0, which has the whole parameters in its host's memory meanwhile.
 """
 
-import json
-import math
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,41 +27,13 @@ from .mesh import Mesh
 from .regions import Box, Whole, find_wholes, leaf_names
 from .tree import PyTree, Tensor
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-class Entry(NamedTuple):
-    """A tensor in a file: its look, and its first and last byte after the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
 
 def export_safetensors(path: str | os.PathLike[str], params: PyTree, mesh: Mesh) -> None:
     """Write parameters as a safetensors file; all ranks call it, outside ``spmd``.
 
-    Rank 0 writes; it gathers one leaf at a time. Names are key paths (``blocks.0.norm.weight``), as
-    a state dict of the same structure has them. Tied leaves are written under each of their names.
-    The file appears under its name when it is complete.
+    Rank 0 gathers them in its host's memory and writes. Names are key paths
+    (``blocks.0.norm.weight``), as a state dict of the same structure has them. Tied leaves are
+    written under each of their names. The file appears under its name when it is complete.
 
     Args:
         path: the file.
@@ -73,6 +43,8 @@ def export_safetensors(path: str | os.PathLike[str], params: PyTree, mesh: Mesh)
     Raises:
         ValueError: for quantised weights; for two leaves of one name.
         TypeError: for a leaf that is no tensor, or of a dtype that the format lacks.
+        OSError: on every rank, naming the file, if it cannot be written.
+        ModuleNotFoundError: without safetensors, ``pip install 'zero-fn[safetensors]'``.
 
     >>> import tempfile, torch, zero_fn as zf
     >>> mesh, file = zf.Mesh(dp=2), tempfile.mkdtemp() + "/model.safetensors"
@@ -83,29 +55,23 @@ def export_safetensors(path: str | os.PathLike[str], params: PyTree, mesh: Mesh)
     _refuse_quantised(params)
     wholes: dict[str, Whole] = find_wholes(without_general(params, mesh), mesh)
     for name, x in wholes.items():
-        if not isinstance(x, Whole) or x.dtype not in _NAMES:
-            what = x.dtype if isinstance(x, Whole) else repr(x)
-            raise TypeError(f"{name!r} is {what}; a safetensors file holds {', '.join(_DTYPES)}")
+        if not isinstance(x, Whole):
+            raise TypeError(f"{name!r} is {x!r}; a safetensors file holds tensors only")
     there = ranks_values({name: _places(x) for name, x in wholes.items()}, mesh)
-    entries = _laid_out(there)
-    file, error = Path(path), None
-    hidden, target = file.with_name(f".{file.name}"), None
-    try:
-        if not mesh.rank:
-            target = _made(hidden, entries)
-    except OSError as raised:
-        error = raised
-    for name, entry in entries.items():
+    looks = {name: places[:2] for rank in there for name, places in rank.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in looks.items():
         parts = _gathered(name, wholes.get(name), there, mesh)
-        if target is not None:
-            values = _values(target, entry)
+        if not mesh.rank:
+            tensors[name] = torch.empty(shape, dtype=dtype)
             for box in parts:
-                _part(values, box).copy_(box.local)
-    if target is not None:
-        del target, values
-        with open(hidden, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(hidden, file)
+                _part(tensors[name], box).copy_(box.local)
+    error = None
+    if not mesh.rank:
+        try:
+            _write(Path(path), tensors)
+        except (OSError, TypeError) as raised:
+            error = raised
     (error, *_) = ranks_values(error, mesh)
     if error is not None:
         raise error
@@ -128,9 +94,10 @@ def import_safetensors(
         FileNotFoundError: if there is no such file.
         ValueError: for every name that is missing or unknown, every other shape, and dtypes of
             another kind; for a file that is no safetensors file or cut short.
+        ModuleNotFoundError: without safetensors, ``pip install 'zero-fn[safetensors]'``.
     """
     _refuse_quantised(like)
-    entries, data = _read(Path(path))
+    entries = read_safetensors(Path(path))
     result = copied(without_general(like, mesh))
     wholes = find_wholes(result, mesh)
     names = dict(zip(leaf_names(result), tree.leaves(result), strict=True))
@@ -153,10 +120,43 @@ def import_safetensors(
             "names that may differ stay as they are in `like` with fresh=[pattern]"
         )
     for name, x in wanted.items():
-        values = _values(data, entries[source[name]])
         for box in x.boxes:
-            box.local.copy_(_part(values, box))
+            box.local.copy_(_part(entries[source[name]], box))
     return cut_again(result, like, mesh)
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, mapped into memory: what is not used is not read.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DamagedError: for one that is no safetensors file, or was cut short.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not file.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise DamagedError(f"{file} is no safetensors file, or was cut short: {error}") from error
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    hidden = file.with_name(f".{file.name}")
+    try:
+        save_file(tensors, hidden, metadata={"format": "pt"})
+    except KeyError as error:
+        raise TypeError(f"safetensors files hold no tensors of dtype {error}") from error
+    except SafetensorError as error:
+        raise OSError(f"{file} cannot be written: {error}") from error
+    with open(hidden, "rb+") as written:
+        os.fsync(written.fileno())
+    os.replace(hidden, file)
 
 
 def _refuse_quantised(params: PyTree) -> None:
@@ -177,48 +177,6 @@ def _places(whole: Whole) -> tuple[Any, ...]:
     return whole.shape, whole.dtype, [(box.offsets, box.sizes) for box in whole.boxes]
 
 
-def _laid_out(there: list[dict[str, Any]]) -> dict[str, Entry]:
-    """Where each tensor of all ranks goes; wide dtypes first, so that all are aligned."""
-    looks = {name: places[:2] for rank in reversed(there) for name, places in rank.items()}
-    order = sorted(looks, key=lambda name: (-looks[name][1].itemsize, name))
-    entries, start = {}, 0
-    for name in order:
-        shape, dtype = looks[name]
-        stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = Entry(dtype, tuple(shape), start, stop)
-        start = stop
-    return entries
-
-
-def _made(file: Path, entries: dict[str, Entry]) -> Tensor:
-    """A new file with its header, and the bytes after it, as a tensor that writes through."""
-    header: dict[str, Any] = {
-        name: {
-            "dtype": _NAMES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [entry.start, entry.stop],
-        }
-        for name, entry in entries.items()
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    length = max((entry.stop for entry in entries.values()), default=0)
-    with open(file, "wb") as new:
-        new.write(len(text).to_bytes(8, "little") + text)
-        new.flush()
-        if length and hasattr(os, "posix_fallocate"):
-            # now, since a full disk would otherwise end the process while it is mapped
-            os.posix_fallocate(new.fileno(), 8 + len(text), length)
-        elif length:
-            os.truncate(new.fileno(), 8 + len(text) + length)
-    return _mapped(file, 8 + len(text), shared=True)
-
-
-def _mapped(file: Path, start: int, shared: bool = False) -> Tensor:
-    size = file.stat().st_size
-    return torch.from_file(str(file), shared=shared, size=size, dtype=torch.uint8)[start:]
-
-
 def _gathered(name: str, whole: Whole | None, there: list[dict[str, Any]], mesh: Mesh) -> list[Box]:
     """On rank 0 all boxes of a leaf, each once; nothing on the others."""
     owner: dict[Any, int] = {}
@@ -235,49 +193,14 @@ def _gathered(name: str, whole: Whole | None, there: list[dict[str, Any]], mesh:
     return [box for part in parts or () for box in part]
 
 
-def _values(data: Tensor, entry: Entry) -> Tensor:
-    """A tensor of a file, in the file's memory."""
-    flat = data[entry.start : entry.stop]
-    if flat.storage_offset() % entry.dtype.itemsize:  # a header of another program
-        flat = flat.clone()
-    if not len(flat):
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    return flat.view(entry.dtype).view(entry.shape)
-
-
 def _part(values: Tensor, box: Box) -> Tensor:
     for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         values = values.narrow(dim, start, size)
     return values
 
 
-def _read(file: Path) -> tuple[dict[str, Entry], Tensor]:
-    """The header of a file, and the bytes after it."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise DamagedError(f"{file} is no safetensors file, or was cut short")
-        try:
-            header = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            entries = {
-                name: Entry(_DTYPES[x["dtype"]], tuple(x["shape"]), *x["data_offsets"])
-                for name, x in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"the header of {file} cannot be read: {error!r}") from error
-    for name, entry in entries.items():
-        if entry.stop - entry.start != math.prod(entry.shape) * entry.dtype.itemsize:
-            raise DamagedError(f"{file}: {name!r} has {entry.stop - entry.start} bytes: {entry}")
-    end = 8 + length + max((entry.stop for entry in entries.values()), default=0)
-    if size < end:
-        raise DamagedError(f"{file} has {size} bytes and should have {end}")
-    return entries, _mapped(file, 8 + length)
-
-
 def _differences(
-    entries: dict[str, Entry], wanted: dict[str, Any], source: dict[str, str]
+    entries: dict[str, Tensor], wanted: dict[str, Any], source: dict[str, str]
 ) -> list[str]:
     lines = []
     for name, x in wanted.items():
@@ -286,8 +209,8 @@ def _differences(
             lines.append(f"{name!r} is {x!r} in `like`; a file holds tensors only")
         elif entry is None:
             lines.append(f"{name!r} is in `like` and not in the file")
-        elif entry.shape != tuple(x.shape):
-            lines.append(f"{name!r} has shape {tuple(x.shape)}, in the file {entry.shape}")
+        elif tuple(entry.shape) != tuple(x.shape):
+            lines.append(f"{name!r} has shape {tuple(x.shape)}, in the file {tuple(entry.shape)}")
         elif entry.dtype != x.dtype and not (
             entry.dtype.is_floating_point and x.dtype.is_floating_point
         ):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from . import tree
 from .mesh import Mesh
-from .naming import short_dtype
+from .naming import short_dtype, size_of
 from .ranks import is_placed
 from .sharding import Flat, Sharded
 from .slicing import Sliced
@@ -88,7 +88,7 @@ class ShardingPicture:
         for name, row in zip(names, self.rows, strict=True):
             cells = " ".join(_cell(box, width) for box in row.boxes[:_MOST])
             lines.append(f"{name:<{first}} {row.look:<{looks}}  {cells}")
-        totals = [_size(sum(row.bytes[rank] for row in self.rows)) for rank in range(len(ranks))]
+        totals = [size_of(sum(row.bytes[rank] for row in self.rows)) for rank in range(len(ranks))]
         lines.append(" " * (first + looks + 3) + " ".join(t.ljust(width) for t in totals))
         if len(self.ranks) > _MOST:
             lines.append(f"and {len(self.ranks) - _MOST} ranks more")
@@ -262,13 +262,6 @@ def _cell(box: Box, width: int) -> str:
     return text
 
 
-def _size(count: int) -> str:
-    for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}iB"
-    return f"{count} B"
-
-
 # Blue on a grey that shows on white and on black; text in the page's own colour.
 _HELD, _EMPTY = "#4477AA", "#88888840"
 _WIDE, _HIGH = 44, 22
@@ -284,7 +277,7 @@ def _html(picture: ShardingPicture) -> str:
             f"<tr><td style='text-align:left'><code>{html.escape(_named(row))}</code></td>"
             f"<td style='text-align:left'><code>{html.escape(row.look)}</code></td>{cells}</tr>"
         )
-    sums = [_size(sum(row.bytes[rank] for row in picture.rows)) for rank in range(len(ranks))]
+    sums = [size_of(sum(row.bytes[rank] for row in picture.rows)) for rank in range(len(ranks))]
     lines.append(f"<tr><td></td><td></td>{''.join(f'<td>{size}</td>' for size in sums)}</tr>")
     more = len(picture.ranks) - _MOST
     note = f"<p>and {more} ranks more</p>" if more > 0 else ""

@@ -2,10 +2,10 @@
 
 ``zero_fn::next_slot`` gives the tensor that takes a leaf's next value, ``zero_fn::store_`` writes a
 value there, ``zero_fn::read_ahead`` tells the system of a read to come, and
-``zero_fn::adamw_stream_`` is a step of Adam that reads moments (and parameters)
-from one slot and writes the other. It computes what ``zero_fn::adamw_`` computes, element by
-element, so that trajectories are the same bit for bit. At most two chunks are in memory: one is
-computed while the other is written.
+``zero_fn::adamw_stream_`` is a step of Adam that reads moments (and parameters) from one slot and
+writes the other. It computes what ``zero_fn::adamw_`` computes, element by element, so that
+trajectories are the same bit for bit. At most two chunks are in memory: one is computed while the
+other is written.
 """
 
 from collections.abc import Sequence

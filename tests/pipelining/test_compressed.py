@@ -43,6 +43,18 @@ def params() -> tuple[Any, ...]:
     return {**first, "shift": shift}, *rest
 
 
+@dataclass(frozen=True)
+class OneScale:
+    """Signs and one scale for all that a rank sends to another: who shares a bucket matters."""
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x >= 0, x.abs().mean(-1, keepdim=True)
+
+    def decode(self, payload: tuple[torch.Tensor, ...], n: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.where(payload[0], 1.0, -1.0).to(dtype) * payload[1].to(dtype)
+
+
+CODECS: dict[str, Any] = {"lossless": Lossless(), "one scale": OneScale()}
 OPTIMIZERS: dict[str, Any] = {
     "1-bit Adam": lambda: zf.onebit_adam(1e-2, 2, mask=lambda path, shape: path != "1.bias"),
     "1-bit LAMB": lambda: zf.onebit_lamb(1e-2, 2),
@@ -63,7 +75,7 @@ def made(on: Axes | zf.Mesh, optimizer: Any, ragged: bool = False, **options: An
 def train(axes: Axes, name: str, steps: int = 6, **options: Any) -> tuple[list[Any], Any]:
     optimizer = zf.adamw(1e-2, weight_decay=0.1) if name not in OPTIMIZERS else OPTIMIZERS[name]()
     if name not in OPTIMIZERS:
-        options["compress"] = Lossless() if name == "lossless" else name
+        options["compress"] = CODECS.get(name, name)
     mesh, pipe, state, step = made(axes, optimizer, **options)
     found = []
     for batch in batches(steps):
@@ -83,7 +95,7 @@ def test_without_loss_it_is_the_dense_step(axes: Axes, stage: int, ragged: bool)
     assert_same(got, want, 1e-9)
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "1bit", "int8", "powersgd"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "1bit", "int8", "powersgd", "one scale"])
 def test_numbers_do_not_depend_on_where_stages_live(name: str) -> None:
     losses, want = train({"dp": 2}, name, clip=0.5)
     assert losses[-1]["finite"] == 1
@@ -95,12 +107,16 @@ def test_numbers_do_not_depend_on_where_stages_live(name: str) -> None:
 
 
 def on_processes(axes: Axes) -> Any:
-    return [train(axes, name, clip=0.5, stage=1) for name in ("1-bit Adam", "0/1 Adam", "topk")]
+    return [
+        train(axes, name, clip=0.5, stage=1) for name in ("1-bit Adam", "0/1 Adam", "one scale")
+    ]
 
 
 @pytest.mark.parametrize("axes", [{"pp": 2, "dp": 2}])
 def test_processes_find_what_the_simulation_finds(axes: Axes) -> None:
-    want = [train(axes, name, clip=0.5, stage=1) for name in ("1-bit Adam", "0/1 Adam", "topk")]
+    want = [
+        train(axes, name, clip=0.5, stage=1) for name in ("1-bit Adam", "0/1 Adam", "one scale")
+    ]
     for results in run_on_processes(4, on_processes, axes):
         for (found, got), (losses, whole) in zip(results, want, strict=True):
             for a, b in zip(found, losses, strict=True):

@@ -15,14 +15,14 @@ from typing import Any
 from ..accumulation import LossFn
 from ..kernels import Layout
 from ..mesh import Mesh
-from ..offloading import offload
+from ..offloading import Device, offload
 from ..optim import LocalOptimizer, Optimizer
 from ..pipelining.run import Pipeline
 from ..states import Train
 from ..train import train_step
 from .keys import Config, Keys
 from .optimizing import read_optimizer, read_precision
-from .sections import read_axes, read_batch, read_folder, read_layout, read_log
+from .sections import read_axes, read_batch, read_layout, read_log, read_places
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class FromDeepSpeed:
             has none, or one without counterpart.
         arguments: further arguments of :func:`zero_fn.train_step`.
         layout: of sparse attention, a function of (length, heads); None: dense.
-        folder: where the optimizer's state lives, on disk; None: on the device.
-        fraction: the part of it that does.
+        places: where parts of the state live, by patterns of key paths; else on the device.
+        fraction: the part of the bytes there that does.
         log: a function that makes a log for ``zf.fit``; None: there is none.
         read: the keys that were read, and what became of them.
         unsupported: the keys that have no counterpart, and why.
@@ -48,7 +48,7 @@ class FromDeepSpeed:
     optimizer: Optimizer | LocalOptimizer | None
     arguments: dict[str, Any]
     layout: Callable[[int, int], Layout] | None
-    folder: Path | None
+    places: dict[str, Device]
     fraction: float
     log: Callable[[], Any] | None
     read: dict[str, str]
@@ -83,9 +83,10 @@ class FromDeepSpeed:
         if isinstance(loss_fn, Pipeline):
             arguments.pop("microbatches", None)  # the pipeline says so itself
         init, step = train_step(loss_fn, chosen, mesh, **arguments)
-        if self.folder is not None:
-            there = offload(init, self.folder, where="opt_state.*", fraction=self.fraction)
-            return Train(there, step)
+        # files first, which are filled as leaves are computed
+        for place in sorted(set(self.places.values()), key=lambda place: isinstance(place, str)):
+            where = [pattern for pattern, at in self.places.items() if at == place]
+            init = offload(init, place, where=where, fraction=self.fraction)
         return Train(init, step)
 
     def __str__(self) -> str:
@@ -146,7 +147,7 @@ def from_deepspeed(
         arguments["clip"] = float(clip)
         keys.became("gradient_clipping", f"clip={clip}")
     arguments |= read_precision(keys)
-    folder, fraction = read_folder(keys)
+    places, fraction = read_places(keys)
     layout = read_layout(keys)
     log = read_log(keys)
     batch, parts = read_batch(keys, axes["dp"])
@@ -154,5 +155,5 @@ def from_deepspeed(
         arguments["microbatches"] = parts
     unsupported = keys.rest()
     return FromDeepSpeed(
-        axes, batch, optimizer, arguments, layout, folder, fraction, log, keys.read, unsupported
+        axes, batch, optimizer, arguments, layout, places, fraction, log, keys.read, unsupported
     )

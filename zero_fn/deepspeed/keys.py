@@ -15,9 +15,10 @@ class Keys:
     """The keys of a configuration by their dotted names, and what became of each."""
 
     def __init__(self, config: Config, auto: Config) -> None:
-        self.left = dict(_flattened(config))
+        flat = dict(_flattened(config))
+        self.left = {key: value for key, value in flat.items() if value != {}}
         self.auto, self.missing = auto, list[str]()
-        self.read: dict[str, str] = {}
+        self.read = dict.fromkeys(flat.keys() - self.left.keys(), "empty")
         self.reasons: dict[str, str] = {}
 
     def take(self, key: str, default: Any) -> Any:

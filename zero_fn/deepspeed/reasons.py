@@ -85,7 +85,7 @@ REASONS: dict[str, str] = {
 SECTIONS: dict[str, str] = {
     "zero_optimization": _FUSED,
     "zero_optimization.offload_optimizer": "leaves move whole, through two chunks of 16 MiB",
-    "zero_optimization.offload_param": "parameters are in memory while the loss reads them",
+    "zero_optimization.offload_param": "leaves move whole, and are read ahead by one use",
 }
 # Keys of the first, which are more than a number there.
 ZERO: dict[str, str] = {

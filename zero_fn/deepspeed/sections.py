@@ -10,6 +10,7 @@ from typing import Any
 from ..kernels import Layout
 from ..logs import csv_log, tensorboard_log
 from ..naming import suggestion
+from ..offloading import Device
 from .keys import Keys
 
 
@@ -52,34 +53,45 @@ def read_batch(keys: Keys, dp: int) -> tuple[int | None, int]:
     return found, parts
 
 
-def read_folder(keys: Keys) -> tuple[Path | None, float]:
-    """Where the optimizer's state lives."""
-    section = "zero_optimization.offload_optimizer"
-    device = keys.take(f"{section}.device", "none")
+def read_places(keys: Keys) -> tuple[dict[str, Device], float]:
+    """Where parts of the state live, by patterns of key paths, and the share of the moments."""
+    moments, params = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
     if keys.take("zero_optimization.cpu_offload", False):
-        device = "cpu"
-        keys.not_here("zero_optimization.cpu_offload", _HOST)
-    fraction = float(keys.take(f"{section}.ratio", 1.0))
-    there = keys.take(f"{section}.nvme_path", None)
-    params = "zero_optimization.offload_param.device"
-    if keys.take(params, "none") not in ("none", None):
-        keys.not_here(params, "parameters are in memory while the loss reads them")
-    path = "zero_optimization.offload_param.nvme_path"
-    if keys.take(path, None) is not None:
-        keys.not_here(path, "parameters are in memory while the loss reads them")
-    if device == "nvme":
-        if there is None:
+        keys.left.setdefault(f"{moments}.device", "cpu")
+        keys.not_here("zero_optimization.cpu_offload", f"read as {moments}.device: cpu")
+    found: dict[str, Device] = {}
+    for section, where in ((params, "params.*"), (moments, "opt_state.*")):
+        device = keys.take(f"{section}.device", "none")
+        folder = keys.take(f"{section}.nvme_path", None)
+        if device == "nvme" and folder is None:
             raise ValueError(f"{section}.device is 'nvme', and there is no nvme_path")
-        keys.became(f"{section}.device", "zf.offload(init, folder, where='opt_state.*')")
-        return Path(there) / "zero_fn", fraction
-    if device == "cpu":
-        keys.not_here(f"{section}.device", _HOST)
-    return None, 1.0
+        if device == "nvme":
+            found[where] = Path(folder) / "zero_fn"
+        elif device == "cpu":
+            found[where] = "cpu"
+        keys.became(f"{section}.device", f"zf.offload(init, {found.get(where)!r}, where={where!r})")
+    if found.get("opt_state.*") == "cpu" and found.get("params.*") != "cpu":
+        del found["opt_state.*"]
+        keys.not_here(f"{moments}.device", _HOST)
+    if found.get("params.*") == "cpu" and "opt_state.*" not in found:
+        del found["params.*"]
+        keys.not_here(f"{params}.device", "no step updates them there, away from their moments")
+    folders = {place for place in found.values() if isinstance(place, Path)}
+    if len(folders) > 1:
+        raise ValueError(
+            f"{moments}.nvme_path and {params}.nvme_path differ, and an update is atomic within "
+            "one folder: give both the same"
+        )
+    fraction = float(keys.take(f"{moments}.ratio", 1.0))
+    if fraction < 1 and len(found) != 1:
+        keys.not_here(f"{moments}.ratio", "where parameters move, all moments do")
+        fraction = 1.0
+    return found, fraction
 
 
 _HOST = (
-    "state moves to the host by zf.offload(state, 'cpu'), and no step updates it there beside "
-    "parameters on a GPU yet; 'nvme' has a counterpart"
+    "no step updates moments on the host beside parameters on a GPU; with offload_param on 'cpu' "
+    "as well both live there, and 'nvme' has a counterpart by itself"
 )
 
 

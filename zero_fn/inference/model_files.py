@@ -19,6 +19,7 @@ from ..mesh import Mesh
 from ..models import gpt
 from ..models.gpt_config import Config
 from ..pipelining.staging import Look
+from ..safetensors_files import read_safetensors
 from ..tree import PyTree, Tensor
 
 CONFIG, TENSORS = "config.json", "model.safetensors"
@@ -89,7 +90,7 @@ def load_model(path: Path | str) -> tuple[PyTree, Config]:
     config = _config(folder / CONFIG)
     expected = _expected(config)
     if (folder / TENSORS).is_file():
-        found, what = _read(folder / TENSORS), str(folder / TENSORS)
+        found, what = read_safetensors(folder / TENSORS), str(folder / TENSORS)
     else:
         found, what = _of_checkpoint(folder, config, expected), f"{folder}, step {steps[-1]}"
     if config.tied and ("head" in found) != ("tokens" in found):
@@ -98,16 +99,6 @@ def load_model(path: Path | str) -> tuple[PyTree, Config]:
         found |= {"head": both, "tokens": both}
     _check(found, config, what)
     return tree.map_with_path(lambda path, _: found[path], expected), config
-
-
-def _read(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def _of_checkpoint(folder: Path, config: Config, expected: PyTree) -> dict[str, Tensor]:

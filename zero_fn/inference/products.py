@@ -115,17 +115,15 @@ def _kernel(x: Tensor, weight: Quantized) -> Tensor | None:
     if format.method != "int8" or format.group or scales.requires_grad:
         return None
     given = x, values, scales.squeeze(-1), format.activations is not None
+    int8 = _int8()
     if torch.compiler.is_dynamo_compiling():
-        return _int8().int8_linear(*given)
-    if not _int8().has_kernel(x):
+        return int8.int8_linear(*given)
+    if not int8.has_kernel(x):
         return None
     # Inductor cannot lower torch's op for a few rows, and fuses the others.
-    traced = type(x) is not Tensor and _int8().is_small(x, values)
-    return (
-        _int8().int8_linear(*given)
-        if traced or _transformed(x, values, scales)
-        else _int8().product(*given)
-    )
+    traced = type(x) is not Tensor and int8.is_small(x, values)
+    as_op = traced or _transformed(x, values, scales)
+    return int8.int8_linear(*given) if as_op else int8.product(*given)
 
 
 def _by_blocks(x: Tensor, weight: Quantized) -> Tensor:

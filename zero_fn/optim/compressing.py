@@ -9,7 +9,7 @@ from ..codecs import Method, codec_of
 from ..compression import compress, compression_state
 from ..feedback import ErrorFeedback
 from ..tree import PyTree, Tensor
-from .local import LocalOptimizer, cut_like, nodes_of, whole_params
+from .local import LocalOptimizer, cut_like, finite_by_feedback, nodes_of, whole_params
 from .protocol import Optimizer
 
 
@@ -54,5 +54,9 @@ def compressed(optimizer: Optimizer, method: Method, axis: str = "dp") -> LocalO
         return updates, CompressedState(tree.map(kept, inner, state.inner), error)
 
     return LocalOptimizer(
-        init, update, lambda state: state, lambda params, state: whole_params(params)
+        init,
+        update,
+        lambda state: state,
+        lambda params, state: whole_params(params),
+        finite_by_feedback,
     )

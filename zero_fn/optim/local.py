@@ -28,12 +28,21 @@ class LocalOptimizer(NamedTuple):
             before each one, since a traced program has one phase. It reads the count.
         view: (params, state) to the whole parameters that this rank's gradients are taken at;
             inside ``spmd``.
+        finite: state to whether the last gradients of all ranks were finite, a 0-dim bool; if they
+            were not, the update changed nothing.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     advance: Callable[[PyTree], PyTree]
     view: Callable[[PyTree, PyTree], PyTree]
+    finite: Callable[[PyTree], Tensor]
+
+
+def finite_by_feedback(state: Any) -> Tensor:
+    """What the error feedback of a state says."""
+    finite: Tensor = state.error.finite
+    return finite
 
 
 def whole_params(params: PyTree, shift: list[Tensor] | None = None) -> PyTree:

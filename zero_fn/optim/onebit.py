@@ -24,6 +24,7 @@ from .local import (
     check_settings,
     cut_like,
     decays_of,
+    finite_by_feedback,
     one_minus_power,
     own_leaves,
     preconditioned,
@@ -126,6 +127,7 @@ def onebit_adam(
         update,
         lambda state: _advance(state, freeze_step),
         lambda params, state: whole_params(params),
+        finite_by_feedback,
     )
 
 
@@ -221,6 +223,7 @@ def onebit_lamb(
         update,
         lambda state: _advance(state, freeze_step),
         lambda params, state: whole_params(params),
+        finite_by_feedback,
     )
 
 

@@ -25,6 +25,7 @@ from .local import (
     check_settings,
     cut_like,
     decays_of,
+    finite_by_feedback,
     one_minus_power,
     own_leaves,
     preconditioned,
@@ -210,7 +211,11 @@ def zero_one_adam(
             scaled(state.ahead.local, nu, seen)))  # fmt: skip
 
     return LocalOptimizer(
-        init, update, lambda state: replace(state, phase=phase_at(int(state.step))), view
+        init,
+        update,
+        lambda state: replace(state, phase=phase_at(int(state.step))),
+        view,
+        finite_by_feedback,
     )
 
 

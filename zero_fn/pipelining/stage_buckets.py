@@ -83,7 +83,7 @@ def by_stage(optimizer: LocalOptimizer, axis: str) -> LocalOptimizer:
         seen = {name: optimizer.view(x, states[name]) for name, x in parts.cut(params).items()}
         return parts.join(seen, params)
 
-    return LocalOptimizer(init, update, advance, view)
+    return LocalOptimizer(init, update, advance, view, lambda state: state.finite)
 
 
 def by_name(stages: Sequence[PyTree]) -> dict[Name, PyTree]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..accounting import PARTS
-from ..memory_drawing import COLOURS, unit_of
-from ..naming import size_of
+from ..memory_drawing import COLOURS
+from ..naming import size_of, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
