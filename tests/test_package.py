@@ -27,16 +27,15 @@ def python(code: str, *, interpreter: str = sys.executable, cwd: Path | None = N
 
 
 IMPORT = """
-import os, sys, time
+import os, sys
 import torch
-before, start = dict(os.environ), time.perf_counter()
+before = dict(os.environ)
 import zero_fn, zero_fn.kernels
-took = time.perf_counter() - start
-assert took < 1.0, f"import took {took:.2f} s beyond torch"
 assert dict(os.environ) == before, "the environment changed"
 assert not torch.cuda.is_initialized(), "CUDA was started"
-assert "triton" not in sys.modules, "triton was imported"
-assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
+slow = "triton", "torch._dynamo", "torch.distributed.checkpoint", "matplotlib", "rich"
+for name in (*slow, "transformers", "starlette", "safetensors", "cloudpickle"):
+    assert name not in sys.modules, f"{name} was imported"
 """
 
 
