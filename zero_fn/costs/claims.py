@@ -77,16 +77,11 @@ def _memory(*setups: Setup, device: Any = V100) -> Iterator[Row]:
 def trillion() -> Iterator[Row]:
     """10¹² parameters over 800 V100s."""
     config = model("1t").config
-    one = Setup(
-        config, 0, tp=8, pp=100, microbatches=256, remat=True, dtype="fp16", loss_scale=False
-    )
+    one = Setup(config, 0, tp=8, pp=100, microbatches=256, remat=True, dtype="fp16")
     wide = Setup(
-        model("1t-wide").config, 1, dp=10, tp=8, pp=10, microbatches=10, remat=True, dtype="fp16",
-        loss_scale=False,
-    )  # fmt: skip
-    yield from _memory(
-        one, dataclasses.replace(one, loss_scale=True), wide, dataclasses.replace(wide, stage=3)
+        model("1t-wide").config, 1, dp=10, tp=8, pp=10, microbatches=10, remat=True, dtype="fp16"
     )
+    yield from _memory(one, wide, dataclasses.replace(wide, stage=3))
 
 
 def thirteen() -> Iterator[Row]:
@@ -100,9 +95,7 @@ def thirteen() -> Iterator[Row]:
 
 def hundred() -> Iterator[Row]:
     """10¹¹ parameters on 400 V100s, tensor slices of 16."""
-    setup = Setup(
-        model("100b").config, 1, dp=25, tp=16, batch=8, remat=True, dtype="fp16", loss_scale=False
-    )
+    setup = Setup(model("100b").config, 1, dp=25, tp=16, batch=8, remat=True, dtype="fp16")
     yield from _memory(dataclasses.replace(setup, stage=0), setup)
 
 
@@ -126,7 +119,7 @@ def sequences(longest: int = 1 << 17) -> Iterator[Row]:
             if attention is None:
                 kind = Layout.bslongformer(length, block=128, attention="unidirectional")
             config = gpt.preset("gpt2", vocabulary=256, length=length, attention=kind)
-            setup = Setup(config, remat=True, dtype="fp16", loss_scale=False)
+            setup = Setup(config, remat=True, dtype="fp16")
             if not plan_setup(setup, V100).fits:
                 break
             found[name] = length
@@ -182,8 +175,7 @@ CLAIMS = (
         "DeepSpeed, Microsoft Research, September 2020",
         "every rank's share of the model, 16 bytes a parameter, is 800 times smaller than the "
         "model: pp × tp = 800 and dp = 1, so ZeRO has nothing to cut, and recomputation. With "
-        "dp 10 stage 1 does not fit, stage 3 does. A dynamic loss scale keeps the old state "
-        "beside the new one, which does not fit either.",
+        "dp 10 stage 1 does not fit, stage 3 does.",
         trillion,
     ),
     Claim(
@@ -192,7 +184,7 @@ CLAIMS = (
         "arXiv 2101.06840",
         "parameters, gradients and moments live on the host, gradients leave as they appear, and "
         "the norm of all gradients is not needed before; the copies in half precision alone are "
-        "26 GB. The plan assumes this; a step that does it on a GPU is not in this library.",
+        "26 GB. `zf.offload` places a state so, and its step is traced; none has run on a GPU.",
         thirteen,
     ),
     Claim(

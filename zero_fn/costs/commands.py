@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--no-loss-scale",
         action="store_true",
-        help="with fp16: no dynamic loss scale, which keeps old state beside the new",
+        help="with fp16: no dynamic loss scale, for which the update waits",
     )
     parser.add_argument(
         "--offload", choices=("host", "disk"), help="where parameters, gradients and moments live"

@@ -46,8 +46,6 @@ def _least_of(setup: Setup, own: float, block: float, kept: int) -> float:
     if setup.stage == 3:
         copies = width * block
     update = 4 * cut if "gradients" not in away else 0.0
-    if setup.dtype == "fp16" and setup.loss_scale and not away:
-        update += 12 * cut  # the new state beside the old
     stream = setup.batch * config.length * config.width / setup.tp
     if setup.remat and setup.stage == 3 and setup.pp > 1:
         kept = 1  # whole stages are computed again

@@ -52,8 +52,8 @@ class Setup:
         dtype: of computing: ``"fp32"``, ``"bf16"`` or ``"fp16"``; what rests is float32.
         clip: whether gradients are clipped by their global norm.
         offload: parts of the memory and where they live, as in :func:`zero_fn.plan`.
-        loss_scale: whether a loss in ``"fp16"`` has a dynamic scale. A step that may be skipped
-            keeps the old state until it knows, which takes memory for both.
+        loss_scale: whether a loss in ``"fp16"`` has a dynamic scale. The update then waits until
+            all gradients are known to be finite.
 
     Raises:
         ValueError: for sizes that are not positive, an unknown stage or dtype, or heads that ``tp``

@@ -15,6 +15,7 @@ from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
 from .placement import gather_late, reduce_early
 from .reading import read_ahead
+from .skipping import skip_in_update
 
 Pass = Callable[[Program], Program]
 
@@ -27,6 +28,7 @@ BUILT_IN: tuple[Pass, ...] = (
     gather_late,
     bucket,
     overlap,
+    skip_in_update,
     write_to_disk,
     read_ahead,
     update_in_place,
@@ -48,6 +50,7 @@ __all__ = [
     "read_ahead",
     "reduce_early",
     "reduce_in_place",
+    "skip_in_update",
     "update_in_place",
     "write_to_disk",
 ]

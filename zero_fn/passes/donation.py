@@ -47,7 +47,7 @@ def update_in_place(program: Program) -> Program:
     for node in list(program.graph_module.graph.nodes):
         if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
             old, added = node.args
-            if free.after(old, node) and _same(old, node) and not _shares(added, old):
+            if free.after(old, node) and same_kind(old, node) and not _shares(added, old):
                 _replaced(node, torch.ops.aten.add_.Tensor, (old, added))
     return program
 
@@ -68,25 +68,35 @@ def _adam_in_place(program: Program, node: Node) -> None:
 def adam_leaves(node: Node, free: "Free") -> dict[int, Node]:
     """The leaves of a fused Adam whose old state is free, each with its ``p + u``."""
     leaves: list[Any] = list(zip(*node.args[:4], strict=True))
-    results = _results(node)
+    found: dict[int, Node] = {}
+    for place, new in adam_sums(node).items():
+        p, _, m, v = leaves[place]
+        if (
+            same_kind(p, new)
+            and free.after(p, node, besides=new)
+            and free.after(m, node)
+            and free.after(v, node)
+            and len({p, m, v}) == 3
+            and not any(_shares(g, x) for _, g, *_ in leaves for x in (p, m, v))
+        ):
+            found[place] = new
+    return found
+
+
+def adam_sums(node: Node) -> dict[int, Node]:
+    """The ``p + u`` of each leaf of a fused Adam whose update is used for nothing else."""
+    params: Any = node.args[0]
+    results = results_of(node)
     sums: dict[int, Node] = {}
-    for place, (p, _, m, v) in enumerate(leaves):
-        added = [*results[place].users] if place in results else []
-        if len(added) == 1 and added[0].target is torch.ops.aten.add.Tensor:
-            new = added[0]
-            parts = (p, m, v)
-            if (
-                new.args == (p, results[place])
-                and not new.kwargs
-                and _same(p, new)
-                and free.after(p, node, besides=new)
-                and free.after(m, node)
-                and free.after(v, node)
-                and len({p, m, v}) == 3
-                and not any(_shares(g, x) for _, g, *_ in leaves for x in parts)
-            ):
-                sums[place] = new
+    for place, p in enumerate(params):
+        users = [*results[place].users] if place in results else []
+        if len(users) == 1 and _is_sum(users[0], p, results[place]):
+            sums[place] = users[0]
     return sums
+
+
+def _is_sum(node: Node, p: Node, u: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor and node.args == (p, u) and not node.kwargs
 
 
 def rewritten(
@@ -102,7 +112,7 @@ def rewritten(
     """
     graph, n = node.graph, len(node.args[0])  # type: ignore[arg-type]
     leaves: list[Any] = list(zip(*node.args[:4], node.args[9], strict=True))  # type: ignore[arg-type]
-    results = _results(node)
+    results = results_of(node)
     chosen = sorted(sums)
     rest = [place for place in range(n) if place not in sums]
 
@@ -128,7 +138,7 @@ def rewritten(
     graph.erase_node(node)
 
 
-def _results(node: Node) -> dict[int, Node]:
+def results_of(node: Node) -> dict[int, Node]:
     """What is taken of the list that an op returns, by its place there."""
     users: list[Any] = [*node.users]
     return {user.args[1]: user for user in users}
@@ -171,7 +181,7 @@ def _precondition_in_place(program: Program, node: Node) -> None:
             or new.target is not torch.ops.aten.add.Tensor
             or new.args != (p, updates[place])
             or new.kwargs
-            or not _same(p, new)
+            or not same_kind(p, new)
             or not free.after(p, node, besides=new)
             or any(_shares(x, p) for x in read)
         ):
@@ -230,7 +240,7 @@ def _replaced(node: Node, target: Any, args: tuple[Any, ...]) -> None:
     node.graph.erase_node(node)
 
 
-def _same(a: Node, b: Node) -> bool:
+def same_kind(a: Node, b: Node) -> bool:
     x, y = a.meta["val"], b.meta["val"]
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
 
