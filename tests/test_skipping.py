@@ -1,5 +1,6 @@
 """A step that a loss scale skips: the fused Adam itself keeps the state, in place."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,22 +49,24 @@ def stepped(mesh: zf.Mesh, stage: int, optimizer: zf.Optimizer, **jit: Any) -> t
     return init(parameters()), zf.jit(step.f, donate=0, **jit)  # type: ignore[attr-defined]
 
 
+OPTIMIZERS = {
+    "adamw": zf.adamw(1e-2, weight_decay=0.1),
+    "adam": zf.adam(1e-2, weight_decay=0.1),
+    "groups": zf.by_path({"out": zf.adamw(1e-3)}, default=zf.adamw(1e-2)),
+}
+each = pytest.mark.parametrize(
+    ("name", "stage"), [*[("adamw", stage) for stage in range(4)], ("adam", 0), ("groups", 3)]
+)
+
+
 def whole_state_selects(program: Program) -> int:
     """How many leaves with more than one value are selected."""
     nodes = program.graph_module.graph.nodes
     return sum(node.target is WHERE and node.meta["val"].numel() > 1 for node in nodes)
 
 
-OPTIMIZERS = {
-    "adamw": zf.adamw(1e-2, weight_decay=0.1),
-    "adam": zf.adam(1e-2, weight_decay=0.1),
-    "groups": zf.by_path({"out": zf.adamw(1e-3)}, default=zf.adamw(1e-2)),
-}
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_select_bit_for_bit(name: str, stage: int) -> None:
+@each
+def test_it_gives_what_select_gives(name: str, stage: int) -> None:
     runs = [
         stepped(zf.Mesh(dp=3), stage, OPTIMIZERS[name], skip=skip)
         for skip in ((), ("skip_in_update", "update_in_place"))
@@ -84,8 +87,7 @@ def test_it_is_the_select_bit_for_bit(name: str, stage: int) -> None:
     assert metrics["skipped"] == 3
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each
 def test_no_second_copy_of_the_state(name: str, stage: int) -> None:
     state, step = stepped(zf.Mesh(dp=3).abstract(), stage, OPTIMIZERS[name])
     program = step.trace(state, batches(1)[0])
@@ -100,16 +102,35 @@ def test_no_second_copy_of_the_state(name: str, stage: int) -> None:
     assert saved >= 0 if stage else saved > 0.5 * size  # pieces are small: the peak is elsewhere
 
 
-def test_what_is_used_elsewhere_stays_selected() -> None:
+def takes_what_moved(new: Any, old: Any, keep: Tensor) -> Any:
+    """Reads the new parameters, taken or not."""
+    return zf.select(keep, new, old), zf.global_norm(new[0])
+
+
+def falls_back_to_zero(new: Any, old: Any, keep: Tensor) -> Any:
+    return zf.select(keep, new, tree.map(torch.zeros_like, old))
+
+
+def turns_round(new: Any, old: Any, keep: Tensor) -> Any:
+    return zf.select(keep, old, new)
+
+
+def value_by_value(new: Any, old: Any, keep: Tensor) -> Any:
+    return zf.select(keep & torch.tensor([True, False]).repeat_interleave(32)[:33, None], new, old)
+
+
+@pytest.mark.parametrize(
+    "selected", [takes_what_moved, falls_back_to_zero, turns_round, value_by_value]
+)
+def test_other_selections_stay(selected: Callable[[Any, Any, Tensor], Any]) -> None:
     optimizer = zf.adamw(1e-2)
-    params = parameters()
+    params = {"out": parameters()["out"]}
 
     def step(state: Any, grads: Any, keep: Tensor) -> Any:
         old, opt_state = state
-        updates, new_state = optimizer.update(grads, opt_state, old)
-        new = zf.apply_updates(old, updates)
-        norm = zf.global_norm(new)  # reads the new parameters, taken or not
-        return zf.select(keep, (new, new_state), (old, opt_state)), norm
+        updates, (count, *moments) = optimizer.update(grads, opt_state, old)
+        new = zf.apply_updates(old, updates), moments
+        return selected(new, (old, list(opt_state[1:])), keep), count
 
     state = params, optimizer.init(params)
     grads = tree.map(torch.ones_like, params)
