@@ -39,6 +39,31 @@ def test_launch_returns_what_all_ranks_return(capfd: pytest.CaptureFixture[str])
     assert sorted(capfd.readouterr().out.splitlines()) == ["hello from 0", "rank 1: hello from 1"]
 
 
+def interleave(mesh: zf.Mesh) -> None:
+    """Rank 0 prints half a line, rank 1 a whole one, rank 0 the rest; then an open bar."""
+    if mesh.rank == 0:
+        print("one ü", end="")
+    total(mesh)
+    if mesh.rank == 1:
+        print("two")
+    time.sleep(0.05)
+    total(mesh)
+    if mesh.rank == 0:
+        print(" line")
+        print("bar: 50 %", end="")
+    total(mesh)
+    if mesh.rank == 1:
+        time.sleep(0.05)
+        print("three", end="")
+
+
+def test_lines_of_other_ranks_come_between_rank_0s(capfd: pytest.CaptureFixture[str]) -> None:
+    zf.launch(interleave, zf.Mesh(dp=2))
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["bar: 50 %", "one ü line", "rank 1: three", "rank 1: two"]
+    assert lines[0] == "one ü line"
+
+
 class OwnError(Exception):
     """An exception that cannot be read from a pickle: it takes two arguments."""
 

@@ -5,6 +5,7 @@ started the ranks is gone, and they end. What a rank returns or raises comes bac
 end tells at once that a process is no more.
 """
 
+import codecs
 import contextlib
 import os
 import pickle
@@ -24,6 +25,7 @@ from ..mesh import Mesh
 HOST = "127.0.0.1"
 GRACE = 5.0  # seconds between asking a process to end and ending it
 GATHER = 0.2  # seconds in which failures of several ranks count as one
+HELD = 0.2  # seconds that a line waits for the end of rank 0's
 # What a rank says when another one is gone.
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
@@ -148,6 +150,7 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: dict[Connection, int] = {}
         self.readers: list[threading.Thread] = []
+        self.out, self.err = _Shared(sys.stdout), _Shared(sys.stderr)
         try:
             for rank in range(size):
                 self._start(rank, restarts)
@@ -173,7 +176,7 @@ class _Ranks:
         self.pipes[ours] = rank
         assert process.stdout is not None
         assert process.stderr is not None
-        for stream, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        for stream, to in ((process.stdout, self.out), (process.stderr, self.err)):
             reader = threading.Thread(target=_forward, args=(stream, to, rank), daemon=True)
             reader.start()
             self.readers.append(reader)
@@ -287,13 +290,38 @@ def _ending(code: int) -> str:
     return f"its process ended with exit code {code} before the function had returned"
 
 
-def _forward(stream: IO[bytes], to: Any, rank: int) -> None:
-    """Write what a rank prints: rank 0's as it comes, that of others by lines."""
-    name = b"" if rank == 0 else f"rank {rank}: ".encode()
+class _Shared:
+    """A stream that all ranks write to: rank 0 as it comes, others by lines between its own."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.changed = threading.Condition()
+        self.within = False  # a line of rank 0, which may be a progress bar and never end
+
+    def write(self, text: str) -> None:
+        with self.changed:
+            self._put(text)
+            self.within = not text.endswith("\n")
+            self.changed.notify_all()
+
+    def write_line(self, line: str) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: not self.within, HELD):
+                self._put("\n")
+                self.within = False
+            self._put(line if line.endswith("\n") else line + "\n")
+
+    def _put(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def _forward(stream: IO[bytes], to: _Shared, rank: int) -> None:
     with stream:
-        while True:
-            data = stream.readline() if rank else os.read(stream.fileno(), 1 << 16)
-            if not data:
-                return
-            to.write((name + data).decode(errors="replace"))
-            to.flush()
+        if rank:
+            for line in stream:
+                to.write_line(f"rank {rank}: {line.decode(errors='replace')}")
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        while data := os.read(stream.fileno(), 1 << 16):
+            to.write(decoder.decode(data))
