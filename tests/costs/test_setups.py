@@ -46,6 +46,7 @@ def test_small_traces_give_the_plan_of_the_whole() -> None:
         {"stage": 1, "dp": 2, "pp": 3, "microbatches": 6, "dtype": "fp32"},
         {"stage": 1, "dp": 2, "pp": 6, "microbatches": 9},
         {"stage": 2, "dp": 2, "pp": 2, "tp": 2, "microbatches": 8, "remat": True},
+        {"stage": 3, "dp": 2, "pp": 6, "tp": 2, "microbatches": 9, "remat": True, "dtype": "fp16"},
     ],
     ids=str,
 )

@@ -3,20 +3,29 @@
 A model repeats one block, and a step one micro-batch. So what a step allocates, sends and computes
 is affine in the number of blocks, affine in the number of micro-batches, and its mixed term is
 their product: four traces at the corners of a rectangle determine it. Memory is so at the first
-and at the last turn of each operation of a line; the peak is the highest of these. Collectives so
-small that some travel together change the number of calls. ``tests/costs`` holds extrapolated plans
-against whole traces.
+and at the last turn of most operations of a line; where a gather or a sum moved from one operation
+to another between the corners it is not, and a fifth trace, outside the rectangle, tells those
+apart. The peak is the highest of the others. Collectives so small that some travel together change
+the number of calls. ``tests/costs`` holds extrapolated plans against whole traces.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 from ..accounting import Collective, Moment
 from ..planning import Estimate, Plan
-from ..planning.residing import most_of, states_of
+from ..planning.residing import Turn, Turns, most_of, states_of
 from ..program import Peak
+
+NEAR = 1e-3  # of a turn's bytes: what is off by more at the fifth trace is not affine
+
+
+class NotAffine(ValueError):
+    """Small traces of this set-up do not tell its memory."""
 
 
 class Span(NamedTuple):
@@ -26,32 +35,63 @@ class Span(NamedTuple):
     high: int
     wanted: int
 
-    def weights(self) -> dict[int, float]:
-        """The values to trace, and how much each counts."""
-        if self.wanted <= self.high:
-            return {self.wanted: 1.0}
-        share = (self.wanted - self.low) / (self.high - self.low)
+    @property
+    def beyond(self) -> int:
+        """The value that the traced ones are tried on, or what is asked for if it comes first."""
+        return min(self.wanted, self.high + 1)
+
+    def weights(self, value: int) -> dict[int, float]:
+        """The values to trace for one, and how much each counts."""
+        if value <= self.high:
+            return {value: 1.0}
+        share = (value - self.low) / (self.high - self.low)
         return {self.low: 1 - share, self.high: share}
 
 
 def extrapolated(traced: Callable[..., Plan], spans: Sequence[Span]) -> Plan:
     """The plan at the wanted values, from ``traced(*values)`` at the corners.
 
-    What is wanted at or below a span's high value is traced itself.
+    What is wanted at or right above a span's high value is traced itself.
+
+    Raises:
+        NotAffine: if the peak of the fifth trace is at a turn that is not affine.
     """
-    corners = []
-    for corner in product(*[span.weights().items() for span in spans]):
-        weight = 1.0
-        for _, share in corner:
-            weight *= share
-        corners.append((traced(*[value for value, _ in corner]), weight))
-    return combined(corners)
+    wanted = [span.wanted for span in spans]
+    beyond = [span.beyond for span in spans]
+    if wanted == beyond:
+        return traced(*wanted)
+
+    traced = functools.cache(traced)
+
+    def corners(values: Sequence[int]) -> list[tuple[Plan, float]]:
+        parts = [span.weights(value).items() for span, value in zip(spans, values, strict=True)]
+        return [
+            (traced(*[value for value, _ in corner]), math.prod(share for _, share in corner))
+            for corner in product(*parts)
+        ]
+
+    fifth = traced(*beyond)
+    affine = affine_turns(combined(corners(beyond)).turns, fifth.turns)
+    if max([fifth.turns[turn].bytes for turn in affine], default=0) < fifth.peak.bytes:
+        raise NotAffine(
+            f"{fifth.label}: the memory at {fifth.peak.operation}, where most is alive, is not "
+            "affine in the numbers of blocks and of micro-batches; trace the whole program: "
+            "plan_setup(setup, hardware, whole=True)"
+        )
+    return _highest_of(combined(corners(wanted)), affine)
+
+
+def affine_turns(tried: Turns, real: Turns) -> set[Turn]:
+    """The turns that are at the fifth trace what the four say, ``tried``."""
+    return {
+        turn
+        for turn, moment in real.items()
+        if turn in tried and abs(tried[turn].bytes - moment.bytes) <= NEAR * moment.bytes
+    }
 
 
 def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
-    """The weighted sum of plans; what is no number is the last one's."""
-    if len(corners) == 1:
-        return corners[0][0]
+    """The weighted sum of plans; what is no number, and the peak, is the last one's."""
     plans, weights = zip(*corners, strict=True)
     last: Plan = plans[-1]
 
@@ -86,24 +126,15 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
             {axis: seconds(axis) for axis in last.estimate.communication},
             offload=number(lambda plan: plan.estimate.offload),  # type: ignore[union-attr]
         )
-    turns: dict[tuple[str, str, str], Moment] = {}
+    turns: dict[Turn, Moment] = {}
     for turn in last.turns:
         if all(turn in plan.turns for plan in plans):
             parts = numbers(lambda plan, turn=turn: plan.turns[turn].parts)  # type: ignore[misc]
             turns[turn] = Moment(turn[0], sum(parts.values()), parts)
-    highest = max(turns, key=lambda turn: turns[turn].bytes)
     return dataclasses.replace(
         last,
         rest=numbers(lambda plan: plan.rest),
-        peak=Peak(
-            turns[highest].bytes,
-            turns[highest].parts,
-            whole(lambda plan: plan.peak.inputs),
-            highest[0],
-            highest[1],
-        ),
-        most=most_of(turns.values()),
-        states=states_of(turns.values()),
+        peak=last.peak._replace(inputs=whole(lambda plan: plan.peak.inputs)),
         turns=turns,
         collectives=tuple(
             Collective(kind, axis, *[of_collective(kind, axis, field) for field in (2, 3, 4)])
@@ -113,4 +144,17 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
         estimate=estimate,
         host=whole(lambda plan: plan.host),
         disk=whole(lambda plan: plan.disk),
+    )
+
+
+def _highest_of(plan: Plan, affine: set[Turn]) -> Plan:
+    """The plan with its memory at the highest of these turns."""
+    turns = {turn: moment for turn, moment in plan.turns.items() if turn in affine}
+    (operation, line, _), highest = max(turns.items(), key=lambda entry: entry[1].bytes)
+    return dataclasses.replace(
+        plan,
+        peak=Peak(highest.bytes, highest.parts, plan.peak.inputs, operation, line),
+        most=most_of(turns.values()),
+        states=states_of(turns.values()),
+        turns=turns,
     )

@@ -16,6 +16,7 @@ from ..hardware import Hardware
 from ..models import gpt
 from ..naming import size_of
 from ..planning import Plan
+from .extrapolation import NotAffine
 from .formulas import least_memory, least_seconds, why_not
 from .setups import Offloaded, Setup, plan_setup
 
@@ -135,8 +136,12 @@ def search(
             continue
         if len(ranking) >= wanted or (seen and time.perf_counter() - start > seconds):
             break
-        plan = plan_setup(setup, hardware)
         seen += 1
+        try:
+            plan = plan_setup(setup, hardware)
+        except NotAffine:
+            failed.append(Excluded(setup, "only a whole trace could tell"))
+            continue
         if plan.fits:
             ranking.append((setup, plan))
             settled.add(kind)

@@ -26,7 +26,7 @@ from ..planning import Plan, eval_shape, plan, with_timeline
 from ..planning.residing import Place
 from ..precision import LossScale, policy
 from ..train import train_step
-from .extrapolation import Span, combined, extrapolated
+from .extrapolation import Span, extrapolated
 
 Offloaded = tuple[tuple[str, Place], ...]
 DTYPES = ("fp32", "bf16", "fp16")
@@ -140,6 +140,9 @@ def plan_setup(
 
     Returns:
         The plan. With a pipeline its timeline is that of all stages, each as long as it computes.
+
+    Raises:
+        ValueError: if small traces do not tell the memory; then ``whole`` does.
     """
     if setup.pp == 1:
         layers = Span(*LAYERS, setup.config.layers)
@@ -206,22 +209,18 @@ def _stage_plan(
         low = under_way
     before, last = int(stage > 0), stage == setup.pp - 1
 
-    @functools.cache
+    @functools.cache  # both plans below need the same traces
     def traced(layers: int, place: int) -> Plan:
         after = low + place * far
         stages = before + (1 if last else max(after, 2))
         return _traced(setup, hardware, before, stages, layers, low + place + more)
 
-    def between(share: float) -> Plan:
-        """The plan at a share of the way from the one pipeline to the other, and beyond."""
-        corners = []
-        for count, weight in Span(*BLOCKS, layers).weights().items():
-            ends = {0: 1 - share, 1: share} if share else {0: 1.0}
-            corners += [(traced(count, end), weight * part) for end, part in ends.items()]
-        return combined(corners)
+    def at(place: int) -> Plan:
+        """The plan at a place on the line through the two pipelines, 0 and 1, and beyond."""
+        return extrapolated(traced, [Span(*BLOCKS, layers), Span(0, 1, place)])
 
-    memory = between(under_way - low if far else 0)
-    work = between(setup.microbatches - low - more)
+    memory = at(under_way - low if far else 0)
+    work = at(setup.microbatches - low - more)
     return dataclasses.replace(
         memory,
         mesh={name: getattr(setup, name) for name in memory.mesh},

@@ -14,8 +14,8 @@ Offload = Mapping[str, Place]  # parts of memory to where they live
 
 MOVABLE = ("parameters", "gradients", "optimizer state")
 _SLOTS = 2  # files of a leaf on disk: a step reads one and writes the other
-# (operation, line, which of its turns) to what is alive then
-Turns = Mapping[tuple[str, str, str], Moment]
+Turn = tuple[str, str, str]  # an operation, its line, and which of its turns
+Turns = Mapping[Turn, Moment]  # what is alive then
 
 
 class Resident(NamedTuple):
@@ -99,7 +99,7 @@ def states_of(moments: Iterable[Moment]) -> int:
 
 def turns_of(program: Program, moments: Sequence[Moment]) -> Turns:
     """What is alive at the first, the last and the highest turn of each operation of a line."""
-    found: dict[tuple[str, str, str], Moment] = {}
+    found: dict[Turn, Moment] = {}
     for moment, line in zip(moments, program.lines(), strict=True):
         operation = moment.operation.split(" = ")[-1]
         first, last, high = ((operation, line, w) for w in ("first", "last", "high"))
