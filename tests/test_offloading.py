@@ -1,5 +1,6 @@
 """Offload: moving trees, where they live, and training that does not depend on it."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn import chunks, disk, tree
+from zero_fn import chunks, disk, offloading, tree
 from zero_fn.graphs import op_name
 
 from .processes import run_on_processes
@@ -309,6 +310,32 @@ def test_errors_say_what_to_write(folder: Path) -> None:
         zf.restore(p, folder / "other")
     with pytest.raises(FileNotFoundError, match="no state was offloaded here"):
         zf.discard(folder / "other")
+
+
+def test_a_host_or_disk_that_is_too_small_is_known_before_anything_moves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.empty(250, device="meta")}  # moving it would fail
+    monkeypatch.setattr(offloading, "_available", lambda: 999)
+    with pytest.raises(MemoryError, match=r"takes 1,000 bytes .* 999 are available"):
+        zf.offload(state, "cpu")
+    monkeypatch.undo()
+
+    monkeypatch.setattr(offloading, "CONTAINER", folder)
+    files = {"max": "5000\n", "current": "4500\n", "stat": "anon 9\ninactive_file 300\n"}
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(text)
+    with pytest.raises(MemoryError, match=r"takes 1,000 bytes .* 800 are available"):
+        zf.offload(state, "cpu")
+    (folder / "memory.max").write_text("max\n")
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        zf.offload(state, "cpu")
+
+    usage = shutil.disk_usage(folder)._replace(free=8191)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"takes 8,192 bytes .* 8,191 are free"):
+        zf.offload({"w": torch.zeros(250)}, folder / "state")
+    assert not (folder / "state").exists()
 
 
 def test_a_step_that_would_leave_the_disk_is_refused(folder: Path) -> None:

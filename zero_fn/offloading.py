@@ -6,6 +6,7 @@ leaf where it lives (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857).
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from .tree import PyTree, Tensor
 
 Where = str | Sequence[str] | Callable[[str, Tensor], bool]
 Device = str | torch.device | Path
+
+CONTAINER = Path("/sys/fs/cgroup")  # where a container sees its own limits
 
 
 def offload(
@@ -299,17 +302,32 @@ def _part(leaves: dict[int, tuple[str, Tensor]], fraction: float) -> dict[int, t
 
 
 def _check_host(need: int) -> None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # no Linux: the allocation itself will tell
-        return
-    told = dict(line.split(":") for line in lines)
-    free = int(told["MemAvailable"].split()[0]) << 10
+    free = min(_available(), _left_in_container())
     if need > free:
         raise MemoryError(
-            f"the state takes {need:,} bytes of the host's memory, and {free:,} are available; "
+            f"the state takes {need:,} bytes of the host's memory, and {free:,.0f} are available; "
             "offload less (where=..., fraction=...), or to a folder"
         )
+
+
+def _available() -> float:
+    """Bytes that the system has to give; without end where it does not say."""
+    try:
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # no Linux: the allocation itself will tell
+        return math.inf
+    return int(told["MemAvailable"].split()[0]) << 10
+
+
+def _left_in_container() -> float:
+    """Bytes below the limit of the control group (version 2); files that are cached can go."""
+    try:
+        limit = (CONTAINER / "memory.max").read_text().strip()
+        used = int((CONTAINER / "memory.current").read_text())
+        told = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else int(limit) - used + int(told["inactive_file"])
 
 
 def _place(x: Tensor) -> str:
