@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="leave out Inductor")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--steps", type=int, default=3, help="steps a repetition")
-    parser.add_argument("--only", help="one group, by its title")
+    parser.add_argument("--only", choices=[group.title for group in GROUPS], help="one group")
     options = parser.parse_args()
     config = TINY if options.tiny else CONFIG
     compilers = ("eager",) if options.eager else ("eager", "inductor")
