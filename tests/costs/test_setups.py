@@ -24,10 +24,14 @@ def check_whole(**settings: Any) -> None:
     assert small.peak.bytes == pytest.approx(whole.peak.bytes, rel=1e-4)
     assert small.rest == pytest.approx(whole.rest)
     assert small.flops == whole.flops
-    assert small.collectives == whole.collectives
+    assert [c[:4] for c in small.collectives] == [c[:4] for c in whole.collectives]
+    for mine, true in zip(small.collectives, whole.collectives, strict=True):
+        # over pp the ring's fraction of each call is rounded down, of all of them here
+        assert mine.bytes_sent == pytest.approx(true.bytes_sent, rel=1e-6)
     assert small.estimate is not None
     assert whole.estimate is not None
     assert small.estimate.compute == pytest.approx(whole.estimate.compute, rel=1e-3)
+    assert small.estimate.communication == pytest.approx(whole.estimate.communication, rel=1e-6)
     assert small.bubble == (None if whole.bubble is None else pytest.approx(whole.bubble))
 
 
@@ -46,7 +50,7 @@ def test_small_traces_give_the_plan_of_the_whole() -> None:
         {"stage": 1, "dp": 2, "pp": 3, "microbatches": 6, "dtype": "fp32"},
         {"stage": 1, "dp": 2, "pp": 6, "microbatches": 9},
         {"stage": 2, "dp": 2, "pp": 2, "tp": 2, "microbatches": 8, "remat": True},
-        {"stage": 3, "dp": 2, "pp": 6, "tp": 2, "microbatches": 9, "remat": True, "dtype": "fp16"},
+        {"stage": 3, "dp": 2, "pp": 6, "tp": 2, "microbatches": 8, "remat": True, "dtype": "fp16"},
     ],
     ids=str,
 )

@@ -82,12 +82,14 @@ def extrapolated(traced: Callable[..., Plan], spans: Sequence[Span]) -> Plan:
 
 
 def affine_turns(tried: Turns, real: Turns) -> set[Turn]:
-    """The turns that are at the fifth trace what the four say, ``tried``."""
-    return {
-        turn
-        for turn, moment in real.items()
-        if turn in tried and abs(tried[turn].bytes - moment.bytes) <= NEAR * moment.bytes
-    }
+    """The turns that are at the fifth trace what the four say, ``tried``, in all and in parts."""
+
+    def near(a: Moment, b: Moment) -> bool:
+        names = {*a.parts, *b.parts}
+        apart = [abs(a.parts.get(name, 0) - b.parts.get(name, 0)) for name in names]
+        return max([abs(a.bytes - b.bytes), *apart]) <= NEAR * b.bytes
+
+    return {turn for turn in real if turn in tried and near(tried[turn], real[turn])}
 
 
 def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
@@ -129,8 +131,9 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
     turns: dict[Turn, Moment] = {}
     for turn in last.turns:
         if all(turn in plan.turns for plan in plans):
+            size = whole(lambda plan, turn=turn: plan.turns[turn].bytes)  # type: ignore[misc]
             parts = numbers(lambda plan, turn=turn: plan.turns[turn].parts)  # type: ignore[misc]
-            turns[turn] = Moment(turn[0], sum(parts.values()), parts)
+            turns[turn] = Moment(turn[0], size, parts)
     return dataclasses.replace(
         last,
         rest=numbers(lambda plan: plan.rest),

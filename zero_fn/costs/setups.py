@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accounting import RING, Collective
 from ..autodiff import remat
 from ..hardware import Hardware
 from ..mesh import Mesh
@@ -23,6 +24,7 @@ from ..pipelining.partition import partition
 from ..pipelining.run import pipeline
 from ..pipelining.timeline import Timeline, timeline
 from ..planning import Plan, eval_shape, plan, with_timeline
+from ..planning.estimating import communication_of
 from ..planning.residing import Place
 from ..precision import LossScale, policy
 from ..train import train_step
@@ -197,7 +199,8 @@ def _stage_plan(
 
     Its memory follows the micro-batches that it has under way, which are as many as stages from
     here on; what it sends and computes follows the number of all. So a pipeline of 3 and one of 4
-    such stages determine both, with as many micro-batches beyond them (2 are enough) as there are.
+    such stages determine both, with as many micro-batches beyond them (2 are enough) as there are;
+    at stage 3 each of the others would keep what is gathered for it in a bucket, 4 MB in all.
     """
     if whole:
         return _traced(setup, hardware, stage, setup.pp, layers, setup.microbatches)
@@ -221,14 +224,29 @@ def _stage_plan(
 
     memory = at(under_way - low if far else 0)
     work = at(setup.microbatches - low - more)
+    mesh = {name: getattr(setup, name) for name in memory.mesh}
+    sent = [_over(collective, setup) for collective in work.collectives]
+    estimate = work.estimate
+    if estimate is not None:
+        assert work.hardware is not None
+        times = communication_of(work.hardware, mesh, sent)
+        estimate = estimate._replace(communication=times)
     return dataclasses.replace(
         memory,
-        mesh={name: getattr(setup, name) for name in memory.mesh},
+        mesh=mesh,
         rest=work.rest,
-        collectives=work.collectives,
+        collectives=tuple(sent),
         flops=work.flops,
-        estimate=work.estimate,
+        estimate=estimate,
     )
+
+
+def _over(collective: Collective, setup: Setup) -> Collective:
+    """The collective over all stages, where fewer were traced."""
+    if collective.axis != "pp":
+        return collective
+    sent = RING[collective.kind](collective.bytes_in, setup.pp)
+    return collective._replace(bytes_sent=sent)
 
 
 def _traced(

@@ -62,12 +62,23 @@ def estimate(
     Raises:
         ValueError: for a dtype, or a place, that the hardware has no figure for.
     """
+    computing = sum(_seconds(known, each) for each in work)
+    return Estimate(
+        computing,
+        communication_of(known, sizes, collectives),
+        offload=_offload_seconds(known, rest, offload),
+    )
+
+
+def communication_of(
+    known: Hardware, sizes: Mapping[str, int], collectives: Sequence[Collective]
+) -> dict[str, float]:
+    """The seconds of the collectives, by axis, of a mesh of these sizes."""
     sent: dict[str, float] = {}
     for collective in collectives:
         seconds = collective.bytes_sent / _speed(known, sizes, collective.axis)
         sent[collective.axis] = sent.get(collective.axis, 0) + seconds
-    computing = sum(_seconds(known, each) for each in work)
-    return Estimate(computing, sent, offload=_offload_seconds(known, rest, offload))
+    return sent
 
 
 def check_room(known: Hardware, host: int) -> None:
