@@ -88,7 +88,8 @@ def train_step(
         dropout_key: the first key, see :mod:`zero_fn.random`. The loss is then called with
             ``dropout_key=``, new for each step and micro-batch, and for each rank of ``axis``.
         check_finite: whether a step whose loss or gradients are not finite raises. It then waits
-            for the device at each step.
+            for the device at each step. Not for a dynamic ``loss_scale``, whose overflows are
+            expected.
         donate: whether a step reuses the memory of the state it is given.
         compiler: see :func:`zero_fn.jit`.
 
@@ -101,15 +102,20 @@ def train_step(
 
     Raises:
         ValueError: for an unknown stage or compiler, or a clip that is not positive; for
-            compressed gradients at stage 2 or 3, over several axes, of slices, named twice (by
-            ``compress`` and by the optimizer), or with a policy or loss scale; for a pipeline with
-            ``microbatches`` or along an axis of the data; for either with ``frozen``, ``buffers``,
-            ``dropout_key`` or ``check_finite``.
+            ``check_finite`` with a dynamic loss scale; for compressed gradients at stage 2 or 3,
+            over several axes, of slices, named twice (by ``compress`` and by the optimizer), or
+            with a policy or loss scale; for a pipeline with ``microbatches`` or along an axis of
+            the data; for either with ``frozen``, ``buffers``, ``dropout_key`` or ``check_finite``.
         FloatingPointError: from the step with ``check_finite``, naming the first leaf whose
             gradient is not finite.
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
+    if check_finite and loss_scale is not None and loss_scale.factor > 1:
+        raise ValueError(
+            "check_finite would raise at the first overflow, and by overflows a dynamic loss scale "
+            "finds its value; leave it out, or use zf.LossScale.static(...)"
+        )
     extra = {
         "frozen": bool(frozen),
         "buffers": bool(tree.leaves(buffers)),
