@@ -44,7 +44,7 @@ plans = [
     )
     for stage in range(4)
 ]
-zf.compare(*plans).plot()
+_ = zf.compare(*plans).plot()
 
 # %%
 zf.compare(*plans)
@@ -114,8 +114,8 @@ figure, axes = pyplot.subplots(figsize=(6, 3))
 counts = [64, 128, 256, 512, 1024]
 axes.plot(counts, [99 / (m + 99) for m in counts], marker="o")
 axes.axhline(plan.bubble, linestyle="--", color="grey")
-axes.annotate("traced stages, 256 micro-batches", (64, plan.bubble), va="bottom")
-axes.set(xlabel="micro-batches", ylabel="bubble", xscale="log", ylim=(0, 0.7))
+axes.annotate("traced stages, 256 micro-batches", (1024, plan.bubble), ha="right", va="bottom")
+_ = axes.set(xlabel="micro-batches", ylabel="bubble", xscale="log", ylim=(0, 0.7))
 
 # %% [markdown]
 # On the command line: `zero-fn plan --model 1t --tp 8 --pp 100 --microbatches 256 --remat

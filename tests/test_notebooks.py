@@ -49,6 +49,9 @@ def test_outputs_hold_no_error_and_nothing_by_chance(source: Path) -> None:
             assert output.output_type != "error", cell.id
             assert output.get("name") != "stderr", f"{cell.id}: {output.text}"
             assert " at 0x" not in str(output), f"{cell.id} shows an address"
+            data = output.get("data", {})
+            shown = "image/png" in data or not data.get("text/plain", "").startswith("<Figure")
+            assert shown, f"{cell.id} has a picture that nobody sees"
 
 
 @each

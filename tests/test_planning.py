@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib import pyplot
 from torch import Tensor
 
 import zero_fn as zf
@@ -124,8 +125,13 @@ def test_tables_and_pictures() -> None:
     beside = plans[0].table({"peak": 12345.0})
     assert [*beside.columns[2].cells].count("12.1 KiB") == 1
     assert "<pre" in plans[0]._repr_html_()
-    (axes,) = zf.compare(*plans).plot().axes
-    assert len(axes.get_xticklabels()) == 4
+    figure, given = pyplot.subplots()
+    assert zf.compare(*plans).plot(given) is given
+    assert len(given.get_xticklabels()) == 4
+    drawn = plans[0].plot()  # of pyplot, which shows it in a notebook
+    assert drawn.figure.number in pyplot.get_fignums()
+    pyplot.close(figure)
+    pyplot.close(drawn.figure)
     with pytest.raises(ValueError, match="measured has 'peek'; there are 'at rest', 'peak'"):
         plans[0].table({"peek": 1.0})
 

@@ -11,7 +11,7 @@ from ..memory_drawing import COLOURS
 from ..naming import size_of, unit_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
     from rich.table import Table
 
     from .plans import Plan
@@ -116,11 +116,13 @@ def html_of(table: Table) -> str:
     )
 
 
-def figure_of(plans: Sequence[Plan]) -> Figure:
-    from matplotlib.figure import Figure
+def draw(plans: Sequence[Plan], ax: Axes | None) -> Axes:
+    """Two bars a plan, on matplotlib Axes."""
+    from matplotlib import pyplot
 
-    figure = Figure(figsize=(3.5 + 2.2 * len(plans), 4), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
+    if ax is None:
+        figure, ax = pyplot.subplots(figsize=(3.5 + 2.2 * len(plans), 4), layout="constrained")
+        figure.set_facecolor("white")  # opaque: dark themes show the same picture
     names, bars = [], []
     for plan in plans:
         for when, sizes in (("at rest", plan.rest), ("peak", plan.peak.parts)):
@@ -132,18 +134,16 @@ def figure_of(plans: Sequence[Plan]) -> Figure:
     for part in PARTS:
         heights = [sizes.get(part, 0) / unit for sizes in bars]
         if any(heights):
-            axes.bar(range(len(bars)), heights, 0.7, floors, label=part, color=COLOURS[part])
+            ax.bar(range(len(bars)), heights, 0.7, floors, label=part, color=COLOURS[part])
             floors = [floor + height for floor, height in zip(floors, heights, strict=True)]
     for known in {plan.hardware.name: plan.hardware for plan in plans if plan.hardware}.values():
         if known.memory > 4 * highest:  # its line would leave nothing else to see
-            axes.set_title(
-                f"{known.name} has {size_of(known.memory)}", loc="left", fontsize="small"
-            )
+            ax.set_title(f"{known.name} has {size_of(known.memory)}", loc="left", fontsize="small")
             continue
-        axes.axhline(known.memory / unit, color="#888888", linestyle="--")
-        axes.annotate(known.name, (len(bars) - 0.5, known.memory / unit), ha="right", va="bottom")
-    axes.set_xticks(range(len(bars)), names)
-    axes.set_ylabel(f"{unit_name} on one rank")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
+        ax.axhline(known.memory / unit, color="#888888", linestyle="--")
+        ax.annotate(known.name, (len(bars) - 0.5, known.memory / unit), ha="right", va="bottom")
+    ax.set_xticks(range(len(bars)), names)
+    ax.set_ylabel(f"{unit_name} on one rank")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax

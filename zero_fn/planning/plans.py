@@ -25,12 +25,12 @@ from ..pipelining.timeline import Timeline, timeline
 from ..program import Peak, Program
 from ..ranks import spmd
 from ..tree import PyTree
-from .drawing import figure_of, html_of, table_of, text_of
+from .drawing import draw, html_of, table_of, text_of
 from .estimating import Estimate, check_room, estimate
 from .residing import Offload, Turns, most_of, peak_of, resident, states_of, turns_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
     from rich.table import Table
 
 
@@ -108,9 +108,13 @@ class Plan:
         """
         return table_of([self], measured)
 
-    def plot(self) -> Figure:
-        """Memory at rest and at the peak as stacked bars, with the hardware's as a line."""
-        return figure_of([self])
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw memory at rest and at the peak as stacked bars, with the hardware's as a line.
+
+        Args:
+            ax: where to draw; None: a new figure.
+        """
+        return draw([self], ax)
 
     def __str__(self) -> str:
         return text_of(self.table())
@@ -128,9 +132,13 @@ class Comparison(NamedTuple):
         """One column a plan."""
         return table_of(self.plans, None)
 
-    def plot(self) -> Figure:
-        """Two bars a plan: memory at rest, and at the peak."""
-        return figure_of(self.plans)
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw two bars a plan: memory at rest, and at the peak.
+
+        Args:
+            ax: where to draw; None: a new figure.
+        """
+        return draw(self.plans, ax)
 
     def __str__(self) -> str:
         return text_of(self.table())
