@@ -48,6 +48,21 @@ def test_a_turn_that_moved_at_one_corner_does_not_count() -> None:
     assert sorted(traced) == sorted([*CORNERS, (4, 5)])
 
 
+def test_parts_of_a_peak_that_corners_name_differently_are_the_fifth_traces() -> None:
+    def trace(blocks: int, parts: int) -> Plan:
+        size = steady(blocks, parts)
+        found = plan_of({"mm": size})
+        # two turns as high: one of the corners has the other's parts
+        held = {"gradients": size} if (blocks, parts) == (3, 3) else {"activations": size}
+        turns = {turn: moment._replace(parts=held) for turn, moment in found.turns.items()}
+        return dataclasses.replace(found, turns=turns)
+
+    found = extrapolated(trace, SPANS)
+    assert found.peak.bytes == steady(40, 100)
+    assert found.peak.parts == {"activations": steady(40, 100)}
+    assert found.most["gradients"] == 0
+
+
 def test_a_peak_that_is_not_affine_is_an_error() -> None:
     def trace(blocks: int, parts: int) -> Plan:
         return plan_of({"mm": steady(blocks, parts) + blocks**3 * parts, "add": 10})

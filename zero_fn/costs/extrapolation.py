@@ -70,26 +70,41 @@ def extrapolated(traced: Callable[..., Plan], spans: Sequence[Span]) -> Plan:
             for corner in product(*parts)
         ]
 
-    fifth = traced(*beyond)
-    affine = affine_turns(combined(corners(beyond)).turns, fifth.turns)
+    fifth, tried = traced(*beyond), combined(corners(beyond))
+    affine = [turn for turn in fifth.turns if turn in tried.turns and _agree(tried, fifth, turn)]
     if max([fifth.turns[turn].bytes for turn in affine], default=0) < fifth.peak.bytes:
         raise NotAffine(
             f"{fifth.label}: the memory at {fifth.peak.operation}, where most is alive, is not "
             "affine in the numbers of blocks and of micro-batches; trace the whole program: "
             "plan_setup(setup, hardware, whole=True)"
         )
-    return _highest_of(combined(corners(wanted)), affine)
+    found = combined(corners(wanted))
+    turns = {
+        turn: found.turns[turn]
+        if _agree_in_parts(tried, fifth, turn)
+        else _divided_like(fifth.turns[turn], found.turns[turn])
+        for turn in affine
+    }
+    return _highest_of(found, turns)
 
 
-def affine_turns(tried: Turns, real: Turns) -> set[Turn]:
-    """The turns that are at the fifth trace what the four say, ``tried``, in all and in parts."""
+def _agree(tried: Plan, real: Plan, turn: Turn) -> bool:
+    """Whether the fifth trace's memory is what the four say."""
+    size = real.turns[turn].bytes
+    return abs(tried.turns[turn].bytes - size) <= NEAR * size
 
-    def near(a: Moment, b: Moment) -> bool:
-        names = {*a.parts, *b.parts}
-        apart = [abs(a.parts.get(name, 0) - b.parts.get(name, 0)) for name in names]
-        return max([abs(a.bytes - b.bytes), *apart]) <= NEAR * b.bytes
 
-    return {turn for turn in real if turn in tried and near(tried[turn], real[turn])}
+def _agree_in_parts(tried: Plan, real: Plan, turn: Turn) -> bool:
+    """The same of what it consists of: of two turns that are as high, corners may name either."""
+    a, b = tried.turns[turn].parts, real.turns[turn].parts
+    apart = max(abs(a.get(name, 0) - b.get(name, 0)) for name in {*a, *b})
+    return apart <= NEAR * real.turns[turn].bytes
+
+
+def _divided_like(known: Moment, moment: Moment) -> Moment:
+    """The moment, its parts in another's proportions."""
+    share = moment.bytes / max(known.bytes, 1)
+    return moment._replace(parts={name: round(share * n) for name, n in known.parts.items()})
 
 
 def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
@@ -150,9 +165,8 @@ def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
     )
 
 
-def _highest_of(plan: Plan, affine: set[Turn]) -> Plan:
+def _highest_of(plan: Plan, turns: Turns) -> Plan:
     """The plan with its memory at the highest of these turns."""
-    turns = {turn: moment for turn, moment in plan.turns.items() if turn in affine}
     (operation, line, _), highest = max(turns.items(), key=lambda entry: entry[1].bytes)
     return dataclasses.replace(
         plan,
