@@ -40,9 +40,9 @@ for name, (config, source) in MODELS.items():
 config = model("7.5b").config
 plans = [
     dataclasses.replace(
-        plan_setup(Setup(config, stage, dp=64, remat=True), "a100-80gb"), label=f"stage {stage}"
+        plan_setup(Setup(config, stage, dp=64), "a100-80gb"), label=f"stage {stage}"
     )
-    for stage in range(4)
+    for stage in (0, 1, 3)  # with one micro-batch stage 2 is stage 1
 ]
 _ = zf.compare(*plans).plot()
 
@@ -50,13 +50,13 @@ _ = zf.compare(*plans).plot()
 zf.compare(*plans)
 
 # %% [markdown]
-# Stage 0 holds 16 bytes a parameter, and stage 3 fits what the others do not.
+# Stage 0 holds 16 bytes a parameter and does not fit. At stage 3 activations are most of the peak.
 
 # %%
 n = config.parameters
 assert abs(plans[0].states / n - 16) < 0.2
-assert [plan.fits for plan in plans] == [False, True, True, True]
-assert plans[3].peak.bytes < plans[2].peak.bytes < plans[0].peak.bytes
+assert [plan.fits for plan in plans] == [False, True, True]
+assert plans[2].peak.parts["activations"] > plans[2].peak.bytes / 2
 
 # %% [markdown]
 # ## Why small traces are enough
@@ -67,20 +67,20 @@ assert plans[3].peak.bytes < plans[2].peak.bytes < plans[0].peak.bytes
 
 # %%
 small = dataclasses.replace(model("gpt2-124m").config, layers=6, vocabulary=5000)
-setup = Setup(small, 2, dp=8)
+setup = Setup(small, dp=8)
 quick, whole = plan_setup(setup, "a100-80gb"), plan_setup(setup, "a100-80gb", whole=True)
 print(quick.peak.bytes, whole.peak.bytes)
 assert quick.peak.bytes == whole.peak.bytes
 assert quick.collectives == whole.collectives
 
 # %% [markdown]
-# ## What fits 16 V100s, and is fastest?
+# ## What fits 4 V100s, and is fastest?
 #
 # Formulas throw out what cannot fit; the rest is traced, the fastest first.
 
 # %%
 v100 = zf.hardware("v100-32gb")
-found = search(model("gpt2-124m").config, v100, 4, 32, dtype="fp16", wanted=1, seconds=1000)
+found = search(model("gpt2-124m").config, v100, 4, 16, dtype="fp16", wanted=1, seconds=1000)
 found.table()
 
 # %%

@@ -123,8 +123,12 @@ def search(
             f"{sequences} sequences a step cannot be divided over {ranks} ranks of a model with "
             f"{config.heads} heads and {config.layers} layers; a multiple of {ranks} can"
         )
-    # the fastest first; of equals what sends and recomputes least
-    candidates.sort(key=lambda s: (least_seconds(s, hardware), bool(s.offload), s.remat, s.stage))
+    # the fastest first; of equals what sends and recomputes least, in the fewest micro-batches
+    candidates.sort(
+        key=lambda s: (
+            least_seconds(s, hardware), bool(s.offload), s.remat, s.stage, s.microbatches
+        )
+    )  # fmt: skip
     ranking: list[tuple[Setup, Plan]] = []
     failed: list[Excluded] = []
     seen, settled = 0, set()
