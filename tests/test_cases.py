@@ -99,6 +99,7 @@ COVERED = {
         "test_precision.py::test_names_of_dtypes",
     ],
     "features refuse each other late (DeepSpeed #5046, #1197)": [
+        "test_combinations.py::test_the_page_is_what_the_pairs_say",
         "test_onebit.py::test_refusals_come_when_the_step_is_built",
         "test_freezing.py::test_errors_of_freezing",
     ],

@@ -11,9 +11,12 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
     >>> suggestion("1bits", ["1bit", "bf16"])
     "did you mean '1bit'? There are '1bit', 'bf16'"
+    >>> suggestion("a100", ["h100", "a100-80gb"])  # the beginning of one
+    "did you mean 'a100-80gb'? There are 'h100', 'a100-80gb'"
     """
     known = list(known)
-    near = difflib.get_close_matches(str(name), known, 1)
+    longer = [other for other in known if name and other.startswith(str(name))]
+    near = longer or difflib.get_close_matches(str(name), known, 1)
     return (f"did you mean {near[0]!r}? T" if near else "t") + (
         f"here are {', '.join(map(repr, known))}"
     )
