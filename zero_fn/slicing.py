@@ -42,7 +42,7 @@ class SliceRule(NamedTuple):
     pad: bool = False
 
 
-Rules = Mapping[str, "int | SliceRule | None"]
+Rules = Mapping[str, int | SliceRule | None]
 
 
 class _Cut(NamedTuple):
