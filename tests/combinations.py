@@ -180,8 +180,6 @@ def outcome(a: str, b: str) -> str:
     features = frozenset((a, b))
     try:
         found = trained(features)
-    except Late:
-        raise
     except (ValueError, TypeError) as error:
         return str(error)
     # rounding of 8 bits of mantissa, in other places by the way a batch is cut

@@ -126,6 +126,7 @@ def test_the_public_names_are_these() -> None:
 ROOMS = [
     "naming",
     "tree",
+    "placed",
     "random",
     "mesh",
     "transport",

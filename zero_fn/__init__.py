@@ -126,7 +126,8 @@ from .inference.continuous import ContinuousBatcher
 from .inference.distillation import distillation_loss
 from .inference.generation import generate
 from .inference.products import linear
-from .inference.quantization import Quantized, dequantize, quantization_error, quantize
+from .inference.quantization import Quantized, dequantize, quantize
+from .inference.quantization_errors import quantization_error
 
 
 # Pytrees of one's own, and checks for schemes of one's own.

@@ -31,7 +31,7 @@ from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, 
 from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of
 from .finiteness import all_finite_in
 from .low_rank import first_factors, mean_by_factors
-from .ranks import placed_leaves
+from .placed import placed_leaves
 from .sharding import Sharded, Tied, is_piece
 from .signs import mean_by_signs
 from .tree import PyTree, Tensor

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .collectives import psum, pvary
-from .ranks import placed_leaves, tree_axes
+from .placed import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
 
 

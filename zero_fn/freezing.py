@@ -9,7 +9,7 @@ from typing import Any
 
 from . import tree
 from .collectives import AxisName, agreed
-from .ranks import is_placed
+from .placed import is_placed
 from .sharding import Scheme, Sharded, Tied, scheme_of, shard
 from .tree import PyTree, Where
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from . import tree
-from .ranks import is_placed
+from .placed import is_placed
 from .tree import Tensor
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()

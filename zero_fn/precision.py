@@ -15,7 +15,7 @@ from . import tree
 from .collectives import psum, pvary
 from .finiteness import all_finite_in
 from .naming import suggestion
-from .ranks import placed_leaves, tree_axes
+from .placed import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
 
 _SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -1,17 +1,16 @@
 """spmd: run the program of one rank on every rank of a mesh.
 
-State crosses the boundary as its own nodes say. A *placed* node (``Sharded``, say) has an
-attribute ``axes``: the mesh axes over which its tensors differ from rank to rank. It stands for one
-tensor and has its ``shape``; or it holds a tree, and ranks have different trees. On processes each
-rank holds its own tensors; in the simulation the tensors of all ranks lie stacked, with one leading
-dimension for each of these axes (in the mesh's order, axes of size 1 left out). Tensors under no
-placed node are the same on all ranks. Batches are split on dimension 0 over the data axes.
+State crosses the boundary as its placed nodes say (``placed.py``): each has the mesh axes over
+which its tensors differ from rank to rank. On processes each rank holds its own tensors; in the
+simulation the tensors of all ranks lie stacked, with one leading dimension for each of these axes
+(in the mesh's order, axes of size 1 left out). Tensors under no placed node are the same on all
+ranks. Batches are split on dimension 0 over the data axes.
 """
 
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from . import tree
 from .collectives import check_invariant
 from .mesh import Axis, Mesh, bind, bound_axes
+from .placed import Leaf, placed_leaves
 from .primitives import register_with_dynamo
 from .tree import PyTree, Tensor
 
@@ -27,64 +27,6 @@ Randomness = Literal["error", "different", "same"]
 
 # Axes of these names cut models, not batches.
 _MODEL_AXES = {"tp", "pp", "sp", "cp", "ep"}
-
-
-def is_placed(node: Any) -> bool:
-    """Whether a node says itself over which axes its tensors vary."""
-    return hasattr(node, "axes") and hasattr(type(node), "__zero_fn_placed__")
-
-
-class Leaf(NamedTuple):
-    """One leaf of a tree that holds placed nodes.
-
-    Attributes:
-        path: its key path, which names the outermost placed node around it.
-        value: the leaf.
-        axes: the mesh axes over which it varies, those of all placed nodes around it.
-        shape: the shape of the whole tensor.
-        placed: whether there is a placed node around it.
-        copy: whether it is a copy of a leaf that another rank holds.
-    """
-
-    path: str
-    value: Any
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    placed: bool
-    copy: bool = False
-
-
-def placed_leaves(value: PyTree, path: str = "") -> list[Leaf]:
-    """The leaves of a tree, in order, each with what the placed nodes around it say."""
-    return list(_walk(value, Leaf(path, None, (), (), False), False))
-
-
-def tree_axes(value: PyTree) -> tuple[str, ...]:
-    """The axes along which ranks hold different leaves, as the stages of a pipeline do."""
-    nodes = tree.leaves(value, _holds_tree)
-    return tuple(sorted({axis for node in nodes if _holds_tree(node) for axis in node.axes}))
-
-
-def _holds_tree(node: Any) -> bool:
-    return is_placed(node) and not hasattr(node, "shape")
-
-
-def _walk(value: PyTree, around: Leaf, named: bool) -> Iterator[Leaf]:
-    """The leaves, given what the nodes around say, and whether one of them names all of them."""
-    tops = tree.leaves(value, is_placed)
-    for where, top in zip(tree.paths(value, is_placed), tops, strict=True):
-        here = around if named else around._replace(path=tree.join_path(around.path, where))
-        if not is_placed(top):
-            shape = here.shape if named else tuple(getattr(top, "shape", ()))
-            yield here._replace(value=top, shape=shape)
-            continue
-        one = not _holds_tree(top)
-        here = here._replace(axes=here.axes + top.axes, placed=True)
-        here = here._replace(copy=here.copy or getattr(top, "is_copy", False))
-        if one and not named:
-            here = here._replace(shape=tuple(top.shape))
-        for child in tree.children(top):
-            yield from _walk(child, here, named or one)
 
 
 def spmd(

@@ -16,7 +16,7 @@ from . import tree
 from .feedback import PerRank
 from .mesh import Mesh
 from .pipelining.staging import Copy, Staged
-from .ranks import is_placed
+from .placed import is_placed
 from .sharding import Flat, Replicated, Sharded
 from .slicing import Sliced
 from .tree import PyTree, Tensor

@@ -25,7 +25,8 @@ from . import tree
 from .collectives import AxisName, agreed, all_gather, axis_size, pscatter, pvary
 from .mesh import Mesh
 from .naming import short_dtype
-from .ranks import is_placed, spmd
+from .placed import is_placed
+from .ranks import spmd
 from .transport import wire
 from .tree import PyTree, Tensor
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from . import tree
 from .mesh import Mesh
 from .naming import short_dtype, size_of
-from .ranks import is_placed
+from .placed import is_placed
 from .sharding import Flat, Sharded
 from .slicing import Sliced
 from .tree import PyTree, Tensor

@@ -20,7 +20,7 @@ import torch
 from . import tree
 from .collectives import all_gather, axis_size, pscatter
 from .naming import short_dtype
-from .ranks import is_placed
+from .placed import is_placed
 from .sharding import Shape, Tied, tie_whole
 from .tree import PyTree, Tensor
 

@@ -113,8 +113,8 @@ def train_step(
         raise ValueError(f"clip is {clip}; it must be positive, or None for no clipping")
     if check_finite and loss_scale is not None and loss_scale.factor > 1:
         raise ValueError(
-            "check_finite would raise at the first overflow, and by overflows a dynamic loss scale "
-            "finds its value; leave it out, or use zf.LossScale.static(...)"
+            f"check_finite would raise at the first overflow, and by overflows {loss_scale} finds "
+            "its value; leave it out, or use zf.LossScale.static(...)"
         )
     extra = {
         "frozen": bool(frozen),

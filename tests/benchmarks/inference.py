@@ -36,7 +36,8 @@ from tests.benchmarks.timing import interleaved, where
 from tests.memory import peak
 from zero_fn import tree
 from zero_fn.demo import read_text, sample
-from zero_fn.inference.quantization import METHODS, tree_bytes
+from zero_fn.inference.quantization import METHODS
+from zero_fn.inference.quantization_errors import tree_bytes
 from zero_fn.models import gpt
 from zero_fn.models.decoding import Cache, Decoder
 from zero_fn.models.gpt_decoding import decoder

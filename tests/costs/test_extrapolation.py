@@ -1,13 +1,15 @@
 """Plans of large set-ups from small ones: what is affine, and what must not be taken for it."""
 
 import dataclasses
+import functools
 
 import pytest
 
-from zero_fn.accounting import Moment
+from zero_fn.accounting import Collective, Moment
 from zero_fn.costs import search as searching
 from zero_fn.costs.extrapolation import NotAffine, Span, extrapolated
 from zero_fn.costs.search import search
+from zero_fn.costs.setups import Setup, _over
 from zero_fn.hardware import hardware
 from zero_fn.models import gpt
 from zero_fn.planning import Plan
@@ -35,6 +37,7 @@ def steady(blocks: int, parts: int) -> int:
 def test_a_turn_that_moved_at_one_corner_does_not_count() -> None:
     traced: list[tuple[int, int]] = []
 
+    @functools.cache
     def trace(blocks: int, parts: int) -> Plan:
         traced.append((blocks, parts))
         # 2 % off at one corner: 600 times as far away 27000 more than the truth
@@ -90,3 +93,18 @@ def test_a_search_names_set_ups_that_small_traces_do_not_tell(
     found = search(config, dataclasses.replace(hardware("a100-80gb"), node=2), 2, 4, wanted=1)
     assert not found.ranking
     assert {reason for _, reason in found.by_trace} == {"only a whole trace could tell"}
+    # of equally fast ones, which those without a pipeline are, the fewest micro-batches come first
+    kinds: dict[Setup, list[int]] = {}
+    for setup, _ in found.by_trace:
+        if setup.pp == 1:
+            kind = dataclasses.replace(setup, batch=1, microbatches=1)
+            kinds.setdefault(kind, []).append(setup.microbatches)
+    assert all(parts == sorted(parts) for parts in kinds.values())
+    assert max(len(parts) for parts in kinds.values()) > 1
+
+
+def test_what_is_summed_over_a_pipeline_counts_all_its_stages() -> None:
+    setup = Setup(gpt.Config(50, 8, layers=4, heads=2, width=8), pp=4, dp=2)
+    traced = Collective("all_reduce", "pp", 2, 600, 600)  # over 2 stages
+    assert _over(traced, setup) == traced._replace(bytes_sent=2 * 600 * 3 // 4)
+    assert _over(traced._replace(axis="dp"), setup).bytes_sent == 600

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.memory import peak
-from zero_fn.inference.quantization import METHODS, numbers, tree_bytes
+from zero_fn.inference.quantization import METHODS, numbers
+from zero_fn.inference.quantization_errors import tree_bytes
 from zero_fn.kernels import int8_products
 from zero_fn.models import gpt
 

@@ -10,7 +10,6 @@ the number of calls. ``tests/costs`` holds extrapolated plans against whole trac
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
@@ -51,34 +50,26 @@ class Span(NamedTuple):
 def extrapolated(traced: Callable[..., Plan], spans: Sequence[Span]) -> Plan:
     """The plan at the wanted values, from ``traced(*values)`` at the corners.
 
-    What is wanted at or right above a span's high value is traced itself.
+    What is wanted at or right above a span's high value is traced itself. The corners are traced
+    more than once, so ``traced`` should remember them.
 
     Raises:
         NotAffine: if the peak of the fifth trace is at a turn that is not affine.
     """
     wanted = [span.wanted for span in spans]
     beyond = [span.beyond for span in spans]
+    fifth = traced(*beyond)
     if wanted == beyond:
-        return traced(*wanted)
-
-    traced = functools.cache(traced)
-
-    def corners(values: Sequence[int]) -> list[tuple[Plan, float]]:
-        parts = [span.weights(value).items() for span, value in zip(spans, values, strict=True)]
-        return [
-            (traced(*[value for value, _ in corner]), math.prod(share for _, share in corner))
-            for corner in product(*parts)
-        ]
-
-    fifth, tried = traced(*beyond), combined(corners(beyond))
+        return fifth
+    tried = summed(traced, spans, beyond)
     affine = [turn for turn in fifth.turns if turn in tried.turns and _agree(tried, fifth, turn)]
     if max([fifth.turns[turn].bytes for turn in affine], default=0) < fifth.peak.bytes:
         raise NotAffine(
             f"{fifth.label}: the memory at {fifth.peak.operation}, where most is alive, is not "
             "affine in the numbers of blocks and of micro-batches; trace the whole program: "
-            "plan_setup(setup, hardware, whole=True)"
+            "plan_setup(setup, hardware, whole=True), or zero-fn plan --whole"
         )
-    found = combined(corners(wanted))
+    found = summed(traced, spans, wanted)
     turns = {
         turn: found.turns[turn]
         if _agree_in_parts(tried, fifth, turn)
@@ -86,6 +77,17 @@ def extrapolated(traced: Callable[..., Plan], spans: Sequence[Span]) -> Plan:
         for turn in affine
     }
     return _highest_of(found, turns)
+
+
+def summed(traced: Callable[..., Plan], spans: Sequence[Span], values: Sequence[int]) -> Plan:
+    """The weighted sum of the corners that stands for some values, whether or not it is affine."""
+    parts = [span.weights(value).items() for span, value in zip(spans, values, strict=True)]
+    return _combined(
+        [
+            (traced(*[value for value, _ in corner]), math.prod(share for _, share in corner))
+            for corner in product(*parts)
+        ]
+    )
 
 
 def _agree(tried: Plan, real: Plan, turn: Turn) -> bool:
@@ -107,7 +109,7 @@ def _divided_like(known: Moment, moment: Moment) -> Moment:
     return moment._replace(parts={name: round(share * n) for name, n in known.parts.items()})
 
 
-def combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
+def _combined(corners: Sequence[tuple[Plan, float]]) -> Plan:
     """The weighted sum of plans; what is no number, and the peak, is the last one's."""
     plans, weights = zip(*corners, strict=True)
     last: Plan = plans[-1]

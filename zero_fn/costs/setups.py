@@ -28,7 +28,7 @@ from ..planning.estimating import communication_of
 from ..planning.residing import Place
 from ..precision import LossScale, policy
 from ..train import train_step
-from .extrapolation import Span, extrapolated
+from .extrapolation import Span, extrapolated, summed
 
 Offloaded = tuple[tuple[str, Place], ...]
 DTYPES = ("fp32", "bf16", "fp16")
@@ -149,7 +149,7 @@ def plan_setup(
     if setup.pp == 1:
         layers = Span(*LAYERS, setup.config.layers)
         parts = Span(*PARTS, setup.microbatches)
-        make = functools.partial(_traced, setup, hardware, 0, 1)
+        make = functools.cache(functools.partial(_traced, setup, hardware, 0, 1))
         found = make(layers.wanted, parts.wanted) if whole else extrapolated(make, [layers, parts])
         return dataclasses.replace(found, label=str(setup))
     return _piped(setup, hardware, whole)
@@ -212,18 +212,16 @@ def _stage_plan(
         low = under_way
     before, last = int(stage > 0), stage == setup.pp - 1
 
-    @functools.cache  # both plans below need the same traces
+    @functools.cache
     def traced(layers: int, place: int) -> Plan:
         after = low + place * far
         stages = before + (1 if last else max(after, 2))
         return _traced(setup, hardware, before, stages, layers, low + place + more)
 
-    def at(place: int) -> Plan:
-        """The plan at a place on the line through the two pipelines, 0 and 1, and beyond."""
-        return extrapolated(traced, [Span(*BLOCKS, layers), Span(0, 1, place)])
-
-    memory = at(under_way - low if far else 0)
-    work = at(setup.microbatches - low - more)
+    # a place on the line through the two pipelines, 0 and 1, and beyond
+    spans = [Span(*BLOCKS, layers), Span(0, 1, under_way - low if far else 0)]
+    memory = extrapolated(traced, spans)
+    work = summed(traced, spans, [layers, setup.microbatches - low - more])
     mesh = {name: getattr(setup, name) for name in memory.mesh}
     sent = [_over(collective, setup) for collective in work.collectives]
     estimate = work.estimate

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from ..freezing import freeze, merge
-from ..ranks import placed_leaves
+from ..placed import placed_leaves
 from ..tree import PyTree
 from .protocol import Optimizer
 

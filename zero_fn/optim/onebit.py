@@ -16,7 +16,7 @@ from ..collectives import pmean, psum
 from ..compression import compression_state, exchange_momentum
 from ..feedback import Bucket, ErrorFeedback
 from ..finiteness import all_finite_in
-from ..ranks import placed_leaves
+from ..placed import placed_leaves
 from ..tree import PyTree, Tensor
 from .local import (
     LocalOptimizer,

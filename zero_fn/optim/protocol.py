@@ -12,7 +12,7 @@ import torch
 
 from .. import tree
 from ..collectives import psum, pvary
-from ..ranks import placed_leaves, tree_axes
+from ..placed import placed_leaves, tree_axes
 from ..tree import PyTree, Tensor
 
 
