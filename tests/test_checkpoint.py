@@ -332,12 +332,13 @@ def load_with_a_bad_disk(folder: Path) -> str:
     def unreadable(path: Path) -> Any:
         raise OSError("the disk of one rank cannot be read")
 
-    if mesh.rank == 1:
-        storage.read_index = unreadable
-    try:
-        zf.load(folder, {"a": torch.ones(3)}, mesh)
-    except ValueError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:  # the process runs other tests too
+        if mesh.rank == 1:
+            patch.setattr(storage, "read_index", unreadable)
+        try:
+            zf.load(folder, {"a": torch.ones(3)}, mesh)
+        except ValueError as error:
+            return str(error)
     return ""
 
 
@@ -349,12 +350,13 @@ def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
 
 def save_with_an_error_on_one_rank(folder: Path) -> str:
     mesh = zf.Mesh(dp=2)
-    if mesh.rank == 0:
-        checkpoint.json = None  # a fault of the program, not of the disk
-    try:
-        zf.save(folder, {"a": torch.ones(3)}, mesh, step=1)
-    except AttributeError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:  # the process runs other tests too
+        if mesh.rank == 0:
+            patch.setattr(checkpoint, "json", None)  # a fault of the program, not of the disk
+        try:
+            zf.save(folder, {"a": torch.ones(3)}, mesh, step=1)
+        except AttributeError as error:
+            return str(error)
     return ""
 
 

@@ -136,7 +136,12 @@ def test_large_leaves_go_by_chunks(folder: Path) -> None:
 
 
 def on_processes(folder: Path) -> list[float]:
-    chunks.CHUNK = disk.PAGE
+    with pytest.MonkeyPatch.context() as patch:  # the process runs other tests too
+        patch.setattr(chunks, "CHUNK", disk.PAGE)
+        return offloaded_on_processes(folder)
+
+
+def offloaded_on_processes(folder: Path) -> list[float]:
     mesh = zf.Mesh(dp=2)
     expected, losses = trained(lambda s: s, steps=6, mesh=mesh, stage=3)
     found, found_losses = trained(lambda s: zf.offload(s, folder), steps=6, mesh=mesh, stage=3)
