@@ -212,7 +212,7 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _ready(g: Tensor, p: Tensor, rest: Rest) -> Tensor:
     """The gradient as the fused kernel wants it: in the state's dtype, unscaled, not stride 0."""
     g = g.to(p.dtype).contiguous()
-    return g if rest.grad_scale is None else g / rest.grad_scale.to(p.dtype)
+    return g if rest.grad_scale is None else g / rest.grad_scale.to(p.device, p.dtype)
 
 
 def fused_(lists: list[list[Tensor]], decay: float, rest: Rest) -> None:
@@ -221,8 +221,8 @@ def fused_(lists: list[list[Tensor]], decay: float, rest: Rest) -> None:
     kernel(
         *lists,
         [],
-        [rest.step.to(torch.float32)] * len(lists[0]),
-        lr=rest.lr,
+        [rest.step.to("cpu", torch.float32)] * len(lists[0]),
+        lr=rest.lr.to("cpu"),
         beta1=rest.beta1,
         beta2=rest.beta2,
         weight_decay=decay,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from . import tree
 from .collectives import psum, pvary
 from .placed import placed_leaves, tree_axes
 from .tree import PyTree, Tensor
@@ -34,7 +35,7 @@ def first_not_finite(grads: PyTree) -> Tensor:
         bad = (~all_finite_in(leaf.value)).to(torch.float32)
         missing = tuple(axis for axis in axes if axis not in leaf.axes)
         flags.append(pvary(bad, missing) if missing else bad)
-    bad = torch.stack(flags)
+    bad = torch.stack([tree.on_device_of(flags[0], flag) for flag in flags])
     bad = (psum(bad, axes) if axes else bad) > 0
     return torch.where(bad.any(), bad.to(torch.int64).argmax(), -1)
 

@@ -135,12 +135,26 @@ def arrivals(nodes: Iterable[Node]) -> list[Node]:
 
 
 def departures(nodes: Iterable[Node]) -> list[Node]:
-    """The copies from a device to the host."""
-    return [node for node in nodes if _crossing(node) == "back"]
+    """The copies of what was computed on a device to the host."""
+    return [x for x in nodes if _crossing(x) == "back" and origin(x).op != "placeholder"]
+
+
+def moved_input(node: object) -> Node | None:
+    """The argument of which a node is the copy on another device."""
+    if not isinstance(node, Node) or not is_crossing(node):
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source if source.op == "placeholder" else None
 
 
 def _is_copy(node: Node) -> bool:
     return node.target is torch.ops.aten._to_copy.default
+
+
+def is_crossing(node: Node) -> bool:
+    """Whether a node copies from the host to a device, or back."""
+    return bool(_crossing(node))
 
 
 def _crossing(node: Node) -> str:

@@ -202,9 +202,29 @@ def brought(params: PyTree, batch: PyTree) -> PyTree:
     return tree.map(moved, params)
 
 
-def taken_back(grads: PyTree, params: PyTree) -> PyTree:
-    """Each gradient where its parameter lives."""
-    return tree.map(lambda g, p: g.to(p.device) if isinstance(g, Tensor) else g, grads, params)
+def at_home(params: PyTree, opt_state: PyTree) -> PyTree:
+    """The parameters, each where its moments live: the optimizer state of its path and shape.
+
+    That is where a step updates them; :func:`taken_back` brings the new ones to the old ones' place.
+    """
+    held = [
+        (f".{path}", x)
+        for path, x in zip(tree.paths(opt_state), tree.leaves(opt_state), strict=True)
+        if isinstance(x, Tensor)
+    ]
+
+    def moved(path: str, p: Any) -> Any:
+        end = f".{path}" if path else ""
+        return next(
+            (tree.on_device_of(x, p) for at, x in held if x.shape == p.shape and at.endswith(end)), p
+        )
+
+    return tree.map_with_path(moved, params)
+
+
+def taken_back(new: PyTree, like: PyTree) -> PyTree:
+    """Each tensor on the device of the one in its place in another tree."""
+    return tree.map(lambda x, y: tree.on_device_of(y, x) if isinstance(x, Tensor) else x, new, like)
 
 
 class Resident(NamedTuple):

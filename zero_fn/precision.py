@@ -189,4 +189,10 @@ def select(condition: Tensor, new: PyTree, old: PyTree) -> PyTree:
     Raises:
         ValueError: if the trees differ.
     """
-    return tree.map(lambda x, y: torch.where(condition, x, y), new, old)
+    copies: dict[torch.device, Tensor] = {}
+
+    def chosen(x: Tensor, y: Tensor) -> Tensor:
+        own = copies.setdefault(y.device, tree.on_device_of(y, condition))
+        return torch.where(own, x, y)
+
+    return tree.map(chosen, new, old)

@@ -15,7 +15,7 @@ from .exchanging import exchanging_step, local_optimizer
 from .finiteness import first_not_finite, raising
 from .freezing import freeze, merge, shard_frozen
 from .mesh import Mesh
-from .offloading import brought, taken_back
+from .offloading import at_home, brought, taken_back
 from .optim import (
     LocalOptimizer,
     Optimizer,
@@ -175,7 +175,8 @@ def train_step(
         params, held = brought((state.params, state.frozen), batch)
         here = state._replace(params=params, frozen=held)
         grads, value, carried = gradient(here, batch)
-        grads = taken_back(grads, state.params)
+        home = at_home(state.params, state.opt_state)
+        grads = taken_back(grads, home)
         if scale:
             grads = scale_by_factor(grads, 1 / scale.scale)
         metrics = {"loss": value}
@@ -186,9 +187,9 @@ def train_step(
             factor = clip_factor(norm, clip)
             grads = scale_by_factor(grads, factor)
             metrics |= {"grad_norm": norm, "grad_norm_clipped": norm * factor}
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        old = state.params, state.opt_state, state.buffers, state.dropout_key
-        new = apply_updates(state.params, updates), opt_state, *carried.after(state.dropout_key)
+        updates, opt_state = optimizer.update(grads, state.opt_state, home)
+        old = home, state.opt_state, state.buffers, state.dropout_key
+        new = apply_updates(home, updates), opt_state, *carried.after(state.dropout_key)
         if loss_scale is not None and scale:
             finite = all_finite(grads)
             scale = loss_scale.update(scale, finite)
@@ -199,6 +200,7 @@ def train_step(
                 "stuck": scale.stuck,
             }
         params, opt_state, buffers, key = new
+        params = taken_back(params, state.params)
         return TrainState(params, opt_state, scale, state.frozen, buffers, key), metrics
 
     axes = (axis,) if isinstance(axis, str) else axis

@@ -204,3 +204,8 @@ def register_dataclass(cls: _T, *, static: Sequence[str] = ()) -> _T:
         lambda fields: fields.names,
     )
     return cls
+
+
+def on_device_of(like: Tensor, x: Tensor) -> Tensor:
+    """The same values on the device of another tensor; itself where it is there."""
+    return x if x.device == like.device else x.to(like.device)

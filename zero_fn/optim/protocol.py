@@ -119,7 +119,10 @@ def scale_by_factor(grads: PyTree, factor: Tensor) -> PyTree:
     leaves = placed_leaves(grads)
     # Where what all ranks share meets what varies, its gradient is a sum over the ranks.
     factors = {axes: pvary(factor, axes) for axes in {leaf.axes for leaf in leaves}}
-    scaled = [leaf.value * factors[leaf.axes].to(leaf.value.dtype) for leaf in leaves]
+    scaled = []
+    for leaf in leaves:
+        own = tree.on_device_of(leaf.value, factors[leaf.axes])
+        scaled.append(leaf.value * own.to(leaf.value.dtype))
     return tree.unflatten(tree.flatten(grads)[1], scaled)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graphs import WAIT, base, op_name
+from ..graphs import WAIT, base, is_crossing, moved_input, op_name
 from ..program import Program
 
 
@@ -49,7 +49,17 @@ def update_in_place(program: Program) -> Program:
             old, added = node.args
             if free.after(old, node) and same_kind(old, node) and not _shares(added, old):
                 _replaced(node, torch.ops.aten.add_.Tensor, (old, added))
+    _bring_back(program)
     return program
+
+
+def _bring_back(program: Program) -> None:
+    """Write what was updated on another device into the memory that it came from."""
+    free = Free(program, on_disk=False)
+    for node in list(program.graph_module.graph.nodes):
+        old = moved_input(node.args[0]) if is_crossing(node) else None
+        if old is not None and same_kind(old, node) and free.after(old, node):
+            _replaced(node, torch.ops.aten.copy_.default, (old, node.args[0]))
 
 
 def _adam_in_place(program: Program, node: Node) -> None:
@@ -197,7 +207,10 @@ def _precondition_in_place(program: Program, node: Node) -> None:
 
 
 class Free:
-    """Which donated arguments nothing reads after a node; those on disk only where asked for."""
+    """Which donated arguments nothing reads after a node; those on disk only where asked for.
+
+    An argument's copy on another device is as free as one that was donated.
+    """
 
     def __init__(self, program: Program, on_disk: bool) -> None:
         nodes = list(program.graph_module.graph.nodes)
@@ -207,6 +220,7 @@ class Free:
             for node, donated, filed in zip(inputs, program.donated, program.on_disk, strict=True)
             if donated and (on_disk or not filed)
         }
+        self.donated |= {node for node in nodes if moved_input(node)}
         self.order = {node: place for place, node in enumerate(nodes)}
         self.readers: dict[Node, list[Node]] = {node: [] for node in nodes}
         for node in nodes:

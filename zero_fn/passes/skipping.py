@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graphs import call, op_name, order
+from ..graphs import call, is_crossing, moved_input, op_name, order
 from ..program import Program
 from .donation import adam_sums, results_of, same_kind
 
@@ -22,9 +22,10 @@ def skip_in_update(program: Program) -> Program:
     graph = program.graph_module.graph
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     donated = {node for node, free in zip(inputs, program.donated, strict=True) if free}
+    donated |= {node for node in graph.nodes if moved_input(node)}
     for node in [node for node in graph.nodes if op_name(node) == "zero_fn::adamw"]:
         selects = _selects(node, donated)
-        conditions = {select.args[0] for select in selects}
+        conditions = {_elsewhere(select.args[0]) for select in selects}
         if len(conditions) != 1 or node.args[-1] is not None:
             continue
         (condition,) = conditions
@@ -42,6 +43,12 @@ def skip_in_update(program: Program) -> Program:
             select.replace_all_uses_with(select.args[1])  # type: ignore[arg-type]
             graph.erase_node(select)
     return program
+
+
+def _elsewhere(condition: Any) -> Any:
+    """The condition of which another is the copy on another device."""
+    moved = isinstance(condition, Node) and is_crossing(condition)
+    return condition.args[0] if moved else condition
 
 
 def _selects(node: Node, donated: set[Node]) -> list[Node]:
