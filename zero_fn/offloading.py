@@ -205,7 +205,7 @@ def brought(params: PyTree, batch: PyTree) -> PyTree:
 def at_home(params: PyTree, opt_state: PyTree) -> PyTree:
     """The parameters, each where its moments live: the optimizer state of its path and shape.
 
-    That is where a step updates them; :func:`taken_back` brings the new ones to the old ones' place.
+    That is where a step updates them; :func:`taken_back` brings the new ones to their old place.
     """
     held = [
         (f".{path}", x)
@@ -216,7 +216,8 @@ def at_home(params: PyTree, opt_state: PyTree) -> PyTree:
     def moved(path: str, p: Any) -> Any:
         end = f".{path}" if path else ""
         return next(
-            (tree.on_device_of(x, p) for at, x in held if x.shape == p.shape and at.endswith(end)), p
+            (tree.on_device_of(x, p) for at, x in held if x.shape == p.shape and at.endswith(end)),
+            p,
         )
 
     return tree.map_with_path(moved, params)

@@ -70,12 +70,6 @@ def read_places(keys: Keys) -> tuple[dict[str, Device], float]:
         elif device == "cpu":
             found[where] = "cpu"
         keys.became(f"{section}.device", f"zf.offload(init, {found.get(where)!r}, where={where!r})")
-    if found.get("opt_state.*") == "cpu" and found.get("params.*") != "cpu":
-        del found["opt_state.*"]
-        keys.not_here(f"{moments}.device", _HOST)
-    if found.get("params.*") == "cpu" and "opt_state.*" not in found:
-        del found["params.*"]
-        keys.not_here(f"{params}.device", "no step updates them there, away from their moments")
     folders = {place for place in found.values() if isinstance(place, Path)}
     if len(folders) > 1:
         raise ValueError(
@@ -87,12 +81,6 @@ def read_places(keys: Keys) -> tuple[dict[str, Device], float]:
         keys.not_here(f"{moments}.ratio", "where parameters move, all moments do")
         fraction = 1.0
     return found, fraction
-
-
-_HOST = (
-    "no step updates moments on the host beside parameters on a GPU; with offload_param on 'cpu' "
-    "as well both live there, and 'nvme' has a counterpart by itself"
-)
 
 
 def read_layout(keys: Keys) -> Callable[[int, int], Layout] | None:

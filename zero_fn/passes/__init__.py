@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..program import Program
 from .bucketing import bucket
-from .casting import cast_directly
+from .casting import cast_directly, cross_narrow
 from .donation import own_results, update_in_place
 from .following import write_to_disk
 from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
@@ -25,6 +25,7 @@ BUILT_IN: tuple[Pass, ...] = (
     own_results,
     cast_directly,
     reduce_early,
+    cross_narrow,
     gather_late,
     bucket,
     overlap,
@@ -42,6 +43,7 @@ __all__ = [
     "Pass",
     "bucket",
     "cast_directly",
+    "cross_narrow",
     "exchange_on_gloo",
     "gather_late",
     "gather_on_gloo",
