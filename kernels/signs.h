@@ -12,21 +12,10 @@ typedef float values __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t words __attribute__((vector_size(4 * WIDTH)));
 typedef int8_t bytes __attribute__((vector_size(WIDTH)));
 
-static inline words all(int32_t word)
-{
-    words out;
-    for (int i = 0; i < WIDTH; i++)
-        out[i] = word;
-    return out;
-}
+/* Written so that compilers see one broadcast. */
+static inline words all(int32_t word) { return word - (words){0}; }
 
-static inline values each(float value)
-{
-    values out;
-    for (int i = 0; i < WIDTH; i++)
-        out[i] = value;
-    return out;
-}
+static inline values each(float value) { return value - (values){0}; }
 
 static inline words word_of(float value)
 {
@@ -57,10 +46,9 @@ static inline void store(values what, float *to, int64_t count)
 /* Plus or minus a scale, by two bytes of bits. */
 static inline values signed_scale(const uint8_t *bits, float scale)
 {
-    words place;
+    const words place = {0x80,   0x40,   0x20,   0x10,   0x8,   0x4,   0x2,   0x1,
+                         0x8000, 0x4000, 0x2000, 0x1000, 0x800, 0x400, 0x200, 0x100};
     uint16_t both; /* the first byte is the low one */
-    for (int j = 0; j < WIDTH; j++)
-        place[j] = j < 8 ? 0x80 >> j : 0x8000 >> (j - 8);
     memcpy(&both, bits, sizeof both);
     return (values)(word_of(scale) ^ (((all(both) & place) != 0) & all((int32_t)0x80000000)));
 }
