@@ -54,9 +54,7 @@ def takes(q: Tensor, bias: Tensor | None) -> bool:
     return fits and bias is None and library(SOURCE) is not None
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
     """The result like ``q``, and the log-sum (batch, heads, queries), if ``takes(q, None)``."""
     given = _native(q=q, k=k, v=v)
     out = torch.empty_like(given["q"])
