@@ -1,6 +1,7 @@
-"""Block-sparse attention on a CPU: torch's flash attention for some rows of tiles at a time.
+"""Block-sparse attention on a CPU: C where it is compiled, else torch's flash attention.
 
-The keys of a row are gathered, so that the work is that of the blocks that are seen. In the
+The latter takes some rows of tiles at a time; also float64 and biases, which the C does not. The
+keys of a row are gathered, so that the work is that of the blocks that are seen. In the
 forward, rows that see equally many blocks share a call, in which they stand as heads do: threads
 wait for each other at the end of each call. Half precision is computed in float32: most CPUs have
 no fast product of anything smaller.
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layout_tiles import tiles_of
+from . import attention_native as native
+from .layout_tiles import best_rows, tiles_of
 from .layouts import Layout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -54,6 +56,8 @@ def forward(
         layout: what is seen.
         scale: the factor of the scores.
     """
+    if native.takes(q, bias):
+        return native.forward(q, k, v, layout, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     plan = _plan(layout)
     out = torch.zeros(q.shape, dtype=q.dtype)
@@ -88,6 +92,8 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from the gradient of the result and what forward returned."""
+    if native.takes(q, bias):
+        return native.backward(grad, q, k, v, out, log_sum, layout, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     plan = _plan(layout)
     k_blocks, v_blocks = (_in_blocks(x.to(wide), layout) for x in (k, v))
@@ -139,7 +145,7 @@ def backward(
 
 def _plan(layout: Layout) -> _Plan:
     def made() -> _Plan:
-        return _made(layout, _best_rows(layout))
+        return _made(layout, best_rows(layout, _MOST_ROWS, _GATHER, _CALL))
 
     plan: _Plan = layout.derived("cpu", made)
     return plan
@@ -195,21 +201,6 @@ def _joined(rows: list[_Rows], most: int) -> list[_Rows]:
         blocks = torch.cat([above.blocks, row.blocks])
         found[-1] = _Rows(above.start, row.stop, blocks, None, masks)
     return found
-
-
-def _best_rows(layout: Layout) -> int:
-    """How many queries to a row of tiles: more share the gathered keys, but see more in vain."""
-
-    def cost(rows: int) -> float:
-        total = 0
-        for keys, _ in layout.blocks():
-            row, column = keys // max(layout.k_blocks, 1), keys % max(layout.k_blocks, 1)
-            together = row * layout.block // rows * layout.k_blocks + column
-            total += len(together.unique()) * layout.block * (rows + _GATHER)
-        return total + layout.patterns * -(-layout.q_len // rows) * _CALL
-
-    sizes = [layout.block * 2**i for i in range(5) if layout.block * 2**i <= _MOST_ROWS]
-    return min(sizes, key=cost)
 
 
 def _parts(

@@ -38,6 +38,28 @@ def tiles_of(layout: Layout, rows: int, columns: int, transposed: bool = False) 
     return tiles
 
 
+def best_rows(layout: Layout, most: int, per_key: int, per_row: int) -> int:
+    """How many queries to a row of tiles: more share their keys, but see more in vain.
+
+    Args:
+        layout: in whose blocks the keys come.
+        most: rows.
+        per_key: what a key of a tile costs besides its scores, in scores.
+        per_row: what a row of tiles costs besides.
+    """
+
+    def cost(rows: int) -> float:
+        total = 0
+        for keys, _ in layout.blocks():
+            row, column = keys // max(layout.k_blocks, 1), keys % max(layout.k_blocks, 1)
+            together = row * layout.block // rows * layout.k_blocks + column
+            total += len(together.unique()) * layout.block * (rows + per_key)
+        return total + layout.patterns * -(-layout.q_len // rows) * per_row
+
+    sizes = [layout.block * 2**i for i in range(5) if layout.block * 2**i <= most]
+    return min(sizes, key=cost)
+
+
 @with_real_tensors
 def _tiles(layout: Layout, rows: int, columns: int, transposed: bool) -> Tiles:
     size = layout.block
