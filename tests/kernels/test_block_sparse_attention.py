@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_fn as zf
 from tests.kernels.attention_cases import cases, inputs, oracle
-from zero_fn.kernels import Layout, attention_cpu, attention_rows, block_sparse_attention
+from zero_fn.kernels import (
+    Layout,
+    attention_cpu,
+    attention_native,
+    attention_rows,
+    block_sparse_attention,
+)
 from zero_fn.kernels.reference import attention_formula
 
 CASES = cases()
@@ -61,6 +67,15 @@ def test_equals_the_formula(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             got.double(), want, rtol=4 * TOLERANCE[dtype], atol=4 * TOLERANCE[dtype]
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_formula_without_a_compiler(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_native, "takes", lambda q, bias: False)
+    test_equals_the_formula(name, dtype)
 
 
 @pytest.mark.parametrize("name", ["causal", "holes", "own patterns, grouped", "bias of heads"])
