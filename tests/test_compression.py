@@ -1,5 +1,6 @@
 """Compressed means: the algebra of feedback, every method, every interpreter, what goes wrong."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import zero_fn as zf
-from zero_fn import tree
+from zero_fn import feedback, tree
 from zero_fn.codecs import METHODS
 from zero_fn.feedback import Bucket
 
@@ -86,6 +87,82 @@ def test_two_processes_get_the_same_bits(method: Any) -> None:
             for name in SHAPES:
                 assert torch.equal(got[name], first[name])
         torch.testing.assert_close(own_left, left, rtol=1e-5, atol=1e-5)
+
+
+# Leaves of 118, 98, 1 and 127 blocks: rounds that do not divide by 2 or 3 ranks.
+LARGE = {"a": (400, 300), "b": (100_001,), "c": (5,), "d": (130_000,)}
+
+
+def in_rounds(ranks: int, steps: int, masked: Callable[[int], bool] = lambda step: False) -> Any:
+    """Each step's mean and gradients by leaf, and what is left over at the end."""
+    before, feedback.ROUND = feedback.ROUND, 0
+    try:
+        return _in_rounds(ranks, steps, masked)
+    finally:
+        feedback.ROUND = before
+
+
+def _in_rounds(ranks: int, steps: int, masked: Callable[[int], bool]) -> Any:
+    mesh = zf.Mesh(dp=ranks)
+    params = {name: torch.zeros(shape) for name, shape in LARGE.items()}
+    error = zf.spmd(lambda p: zf.compression_state(p, "1bit"), mesh)(params)
+    mask = tree.map(lambda p: torch.ones((), dtype=torch.bool), params)
+
+    def step(error: Any, grads: Any, masked: bool) -> Any:
+        own = tree.map(lambda g: g[0], grads)
+        mean, error = zf.compress(own, "1bit", error, mask=mask if masked else None)
+        return error, mean
+
+    def left(error: Any) -> Any:
+        parts, at = [], zf.all_gather_invariant(error.owned.local.unsqueeze(0), "dp")
+        for part in bucket.rounds:
+            values = part.values.stop - part.values.start
+            parts.append(at[:, part.owned].reshape(-1)[:values])
+        return zf.pmean(error.sent.local, "dp") + torch.cat(parts)
+
+    bucket = Bucket(tuple(LARGE.values()), torch.float32, ranks)
+    assert len(bucket.rounds) == 3
+    means, given = [], []
+    for number in range(steps):
+        generator = torch.Generator().manual_seed(number)
+        grads = {n: torch.randn(ranks, *s, generator=generator) for n, s in LARGE.items()}
+
+        def stepped(error: Any, grads: Any, masked: bool = masked(number)) -> Any:
+            return step(error, grads, masked)
+
+        error, mean = zf.jit(zf.spmd(stepped, mesh))(error, grads)
+        means.append(mean)
+        given.append({name: g.mean(0) for name, g in grads.items()})
+    return means, given, bucket.unpack(zf.spmd(left, mesh)(error))
+
+
+@pytest.mark.parametrize("masked", [lambda step: False, lambda step: step % 2 == 1])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nothing_is_lost_in_rounds(ranks: int, masked: Callable[[int], bool]) -> None:
+    """Not where steps with a mask, which take another way, follow on steps without one either."""
+    means, given, left = in_rounds(ranks, 4, masked)
+    for name, rest in zip(LARGE, left, strict=True):
+        got = sum(mean[name] for mean in means) + rest
+        torch.testing.assert_close(got, sum(g[name] for g in given), rtol=0, atol=1e-5)
+
+
+def test_rounds_on_two_processes() -> None:
+    means, _, left = in_rounds(2, 3)
+    for got, _, own_left in run_on_processes(2, in_rounds, 2, 3):
+        # each value is a scale or minus it, the same on all ranks
+        torch.testing.assert_close(got, means, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(own_left, left, rtol=1e-5, atol=1e-5)
+
+
+def test_rounds_end_with_leaves_and_have_some_blocks_for_each_rank() -> None:
+    shapes = ((feedback.ROUND,), (feedback.ROUND // 2,), (3,), (feedback.ROUND,), (1000,))
+    few = Bucket(shapes, torch.float32, 2)
+    # The last leaf alone is too small.
+    assert [part.leaves for part in few.rounds] == [slice(0, 1), slice(1, 5)]
+    assert few.rounds[-1].values.stop == few.length
+    assert all(2 * p.piece >= p.values.stop - p.values.start for p in few.rounds)
+    many = few._replace(ranks=1024)  # 32 blocks each are more than all there is
+    assert many.rounds == [many.whole]
 
 
 def test_float64_gradients_keep_their_type() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zero_fn as zf
-from zero_fn import tree
+from zero_fn import feedback, tree
 from zero_fn.graphs import is_alias, nbytes, op_name
 from zero_fn.models import gpt
 from zero_fn.optim.zero_one import phases
@@ -252,6 +252,61 @@ def test_one_collective_a_phase() -> None:
     program = step.trace(init(mlp()), batches(1)[0])  # type: ignore[attr-defined]
     calls = {found.kind: found.calls for found in program.collectives()}
     assert calls == {"all_reduce": 1, "all_to_all": 1, "all_gather": 1}  # the first is the loss
+
+
+WIDE = gpt.Config(256, 32, layers=4, heads=2, width=128, tied=False)
+
+
+def compressed_step(mesh: zf.Mesh) -> tuple[Any, Any, Any]:
+    """A step after the warm-up whose codes travel in rounds, a state, and a batch."""
+    one = zf.onebit_adam(1e-3, 2)
+    init, step = zf.train_step(lambda p, b: gpt.loss(p, b, WIDE), one, mesh)
+    state = init(gpt.init(WIDE))
+    after = replace(state.opt_state, phase="compressed", nu=torch.ones_like(state.opt_state.mu))
+    tokens = torch.arange(16).view(2, 8)
+    return step, state._replace(opt_state=after), (tokens, tokens + 1)
+
+
+def test_rounds_travel_while_the_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "ROUND", 200_000)
+    step, state, batch = compressed_step(zf.Mesh(dp=2).abstract())
+    names = [op_name(node) for node in step.trace(state, batch).graph_module.graph.nodes]
+
+    def places(name: str) -> list[int]:
+        return [place for place, found in enumerate(names) if found == name]
+
+    backward = places("aten::mm")[-1]
+    first, second = (places(f"_c10d_functional::{name}") for name in
+                     ("all_to_all_single", "all_gather_into_tensor"))  # fmt: skip
+    assert len(first) == len(second) == 4
+    assert [place < backward for place in first] == [True, True, False, False]
+    # the second phase of each while the next round travels, and of the last one before what waits
+    assert all(a < b for a, b in zip(first[1:], second, strict=False))
+    assert second[-1] < places("zero_fn::rest_of_momentum_")[0]
+    waits = places("_c10d_functional::wait_tensor")
+    assert len([place for place in waits if place < second[-1]]) == 4  # for first phases only
+
+
+def test_beginning_early_changes_no_number() -> None:
+    for early, late in run_on_processes(2, early_and_late):
+        assert tree.paths(early) == tree.paths(late)
+        for a, b in zip(tree.leaves(early), tree.leaves(late), strict=True):
+            assert torch.equal(a, b)
+
+
+def early_and_late() -> Any:
+    before, feedback.ROUND = feedback.ROUND, 200_000
+    try:
+        found = []
+        for skip in ((), ("exchange_early",)):
+            step, state, batch = compressed_step(zf.Mesh(dp=2))
+            run = zf.jit(step.jitted.f, donate=0, skip=skip)
+            for _ in range(3):
+                state, _ = run(state, batch)
+            found.append((state.params, state.opt_state.mu, state.opt_state.error.sent.local))
+        return found
+    finally:
+        feedback.ROUND = before
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -1,11 +1,12 @@
 """Compressed communication: the mean of the ranks' gradients in few bytes, with error feedback.
 
 ``compress`` takes each rank's own gradients, puts all leaves into one bucket, and exchanges it in
-two phases, one collective each (arXiv 2102.02888, section 4.2). First every rank encodes the bucket
-and sends each owner its piece (all-to-all); the owner averages what it got, encodes the average and
-sends it to all (all-gather). What a code loses is added to the next step's values, at the sender
-and at the owner alike, so that over time nothing is lost: the sum of the means that came out is the
-sum of the true means, less the last feedback.
+two phases, one collective each (arXiv 2102.02888, section 4.2); the signs of a large bucket in
+several rounds of the two. First every rank encodes the bucket and sends each owner its piece
+(all-to-all); the owner averages what it got, encodes the average and sends it to all (all-gather).
+What a code loses is added to the next step's values, at the sender and at the owner alike, so that
+over time nothing is lost: the sum of the means that came out is the sum of the true means, less the
+last feedback.
 
 PowerSGD sums thin factors of the matrices instead, also in two collectives.
 """
@@ -18,6 +19,7 @@ import torch
 
 from . import tree
 from .codecs import (
+    BLOCK,
     Codec,
     Method,
     OneBit,
@@ -28,7 +30,7 @@ from .codecs import (
     to_bytes,
 )
 from .collectives import all_gather_invariant, all_to_all, axis_size, pscatter, pvary
-from .feedback import Bucket, ErrorFeedback, PerRank, bucket_of
+from .feedback import Bucket, ErrorFeedback, PerRank, Round, bucket_of
 from .finiteness import all_finite_in
 from .low_rank import first_factors, mean_by_factors
 from .placed import placed_leaves
@@ -62,7 +64,7 @@ def compression_state(params: PyTree, method: Method, axis: str = "dp") -> Error
     def zeros(length: int) -> PerRank:
         return PerRank(torch.zeros(length, dtype=bucket.dtype, device=device), axis, (length,))
 
-    sent, owned, factors = zeros(bucket.length), zeros(bucket.length // bucket.ranks), ()
+    sent, owned, factors = zeros(bucket.length), zeros(rounds_of(codec, bucket)[-1].owned.stop), ()
     finite = torch.ones((), dtype=torch.bool, device=device)
     if isinstance(codec, PowerSGD):
         owned = None  # type: ignore[assignment]
@@ -177,6 +179,11 @@ def exchange(
     return _in_two_phases(flat, bucket, codec, error, axis, mask)
 
 
+def rounds_of(codec: Any, bucket: Bucket) -> list[Round]:
+    """How codes travel: signs in rounds, all others at once."""
+    return bucket.rounds if type(codec) is OneBit else [bucket.whole]
+
+
 def _in_two_phases(
     flat: Tensor,
     bucket: Bucket,
@@ -185,32 +192,21 @@ def _in_two_phases(
     axis: str,
     mask: Tensor | None,
 ) -> tuple[Tensor, ErrorFeedback | None]:
-    ranks, piece = bucket.ranks, bucket.length // bucket.ranks
-    counts = bucket.counts(flat.device)
+    rounds = rounds_of(codec, bucket)
     sent = torch.zeros_like(flat) if error is None else error.sent.local
-
-    payload, sent_rest = encode_with_rest(
-        codec, flat.view(ranks, piece), sent.view(ranks, piece), counts.view(ranks, -1)
-    )
-    data, kinds = to_bytes(payload)
-    received = from_bytes(all_to_all(data, axis), kinds)
-    average = codec.decode(received, piece, bucket.dtype).mean(0, keepdim=True)
-
-    owned = torch.zeros_like(average) if error is None else error.owned.local.view(1, piece)  # type: ignore[union-attr]
-    mine = None if mask is None else pscatter(mask, axis).view(1, piece)
-    if mine is not None:
-        average = torch.where(mine, average, 0)
-    payload, owned_rest = encode_with_rest(
-        codec, average, owned, pscatter(counts, axis).view(1, -1)
-    )
-    data, kinds = to_bytes(payload)
-    gathered = from_bytes(all_gather_invariant(data, axis), kinds)
-    mean = codec.decode(gathered, piece, bucket.dtype).reshape(-1)
-    if mask is not None:
-        sent_rest = torch.where(mask.view(ranks, piece), sent_rest, 0)
-        assert mine is not None
-        owned_rest = torch.where(mine, owned_rest, 0)
-        mean = torch.where(mask, mean, 0)
+    owned = flat.new_zeros(rounds[-1].owned.stop) if error is None else error.owned.local  # type: ignore[union-attr]
+    counts = bucket.counts(flat.device)
+    found = []
+    for part in rounds:
+        at = part.values
+        blocks = slice(at.start // BLOCK, at.stop // BLOCK)
+        given = (flat[at], sent[at], *([] if mask is None else [mask[at]]))
+        values = [part.rows(x, bucket.ranks) for x in given]
+        real = part.rows(counts[blocks], bucket.ranks, BLOCK)
+        length = at.stop - at.start
+        mean, lost, owners = _round(codec, real, owned[part.owned], axis, *values)
+        found.append((mean[:length], lost[:length], owners))
+    mean, lost, owners = [torch.cat(x) if len(x) > 1 else x[0] for x in zip(*found, strict=True)]
     if error is None:
         return mean, None
     # NaN and infinity travel in the codes, so that all ranks see them without a word more.
@@ -218,12 +214,39 @@ def _in_two_phases(
     here = pvary(finite, axis)
     return mean, replace(
         error,
-        sent=error.sent.like(torch.where(here, sent_rest.reshape(-1), sent)),
-        owned=error.owned.like(  # type: ignore[union-attr]
-            torch.where(here, owned_rest.reshape(-1), owned.reshape(-1))
-        ),
+        sent=error.sent.like(torch.where(here, lost, sent)),
+        owned=error.owned.like(torch.where(here, owners, owned)),  # type: ignore[union-attr]
         finite=finite,
     )
+
+
+def _round(
+    codec: Codec,
+    counts: Tensor,
+    owned: Tensor,
+    axis: str,
+    x: Tensor,
+    sent: Tensor,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of what the ranks have, and what is left over at the sender and at the owner."""
+    piece = x.shape[1]
+    payload, lost = encode_with_rest(codec, x, sent, counts)
+    data, kinds = to_bytes(payload)
+    received = from_bytes(all_to_all(data, axis), kinds)
+    average = codec.decode(received, piece, x.dtype).mean(0, keepdim=True)
+    mine = None if mask is None else pscatter(mask, axis)
+    if mine is not None:
+        average = torch.where(mine, average, 0)
+    payload, owners = encode_with_rest(codec, average, owned.view(1, -1), pscatter(counts, axis))
+    data, kinds = to_bytes(payload)
+    gathered = from_bytes(all_gather_invariant(data, axis), kinds)
+    mean = codec.decode(gathered, piece, x.dtype)
+    if mask is not None:
+        assert mine is not None
+        lost, owners = torch.where(mask, lost, 0), torch.where(mine, owners, 0)
+        mean = torch.where(mask, mean, 0)
+    return mean.reshape(-1), lost.reshape(-1), owners.reshape(-1)
 
 
 # Checks.

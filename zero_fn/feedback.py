@@ -84,6 +84,31 @@ class ErrorFeedback:
 tree.register_dataclass(ErrorFeedback, static=("method", "shapes"))
 
 
+ROUND = 2 << 20  # values whose codes are worth an exchange of their own: 8 MB of gradients
+
+
+class Round(NamedTuple):
+    """Neighbouring leaves of a bucket, whose codes travel by themselves.
+
+    Attributes:
+        leaves: which they are.
+        values: where their values lie in the bucket.
+        piece: the values that each rank owns the average of; the last ranks' may reach past the
+            end, and are zeros there.
+        owned: where these lie in what a rank owns.
+    """
+
+    leaves: slice
+    values: slice
+    piece: int
+    owned: slice
+
+    def rows(self, x: Tensor, ranks: int, values: int = 1) -> Tensor:
+        """What stands for so many values each, of this round, with zeros behind; a row an owner."""
+        missing = ranks * self.piece // values - len(x)
+        return (torch.nn.functional.pad(x, (0, missing)) if missing else x).view(ranks, -1)
+
+
 class Bucket(NamedTuple):
     """How leaves lie in one flat tensor, each padded to whole blocks.
 
@@ -108,6 +133,28 @@ class Bucket(NamedTuple):
         step = BLOCK * self.ranks
         return -(-sum(self.sizes) // step) * step
 
+    @property
+    def whole(self) -> Round:
+        """All leaves as one round."""
+        piece = self.length // self.ranks
+        return Round(slice(0, len(self.shapes)), slice(0, self.length), piece, slice(0, piece))
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Leaf after leaf until there are enough, :data:`ROUND`; few blocks a rank are not."""
+        least, sizes, found = max(ROUND, 32 * BLOCK * self.ranks), self.sizes, []
+        first = start = end = owned = 0
+        for number, size in enumerate(sizes, 1):
+            end += size
+            last = number == len(sizes)
+            if last or min(end - start, sum(sizes) - end) >= least:
+                stop = self.length if last else end
+                piece = -(-(stop - start) // (BLOCK * self.ranks)) * BLOCK
+                own = slice(owned, owned + piece)
+                found.append(Round(slice(first, number), slice(start, stop), piece, own))
+                first, start, owned = number, stop, own.stop
+        return found
+
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """The leaves in one flat tensor, zeros between them."""
         parts = []
@@ -131,16 +178,12 @@ class Bucket(NamedTuple):
 
     def counts(self, device: torch.device) -> Tensor:
         """How many values of each block are real, (length / BLOCK,) int32."""
-        real = torch.zeros(self.length // BLOCK, dtype=torch.int32, device=device)
-        start = 0
+        real: list[int] = []
         for shape, size in zip(self.shapes, self.sizes, strict=True):
-            blocks, n = size // BLOCK, math.prod(shape)
-            if blocks:
-                real[start : start + blocks] = BLOCK
-                if n % BLOCK:
-                    real[start + blocks - 1] = n % BLOCK
-            start += blocks
-        return real
+            if size:
+                real += [BLOCK] * (size // BLOCK - 1) + [(math.prod(shape) - 1) % BLOCK + 1]
+        real += [0] * (self.length // BLOCK - len(real))
+        return torch.tensor(real, dtype=torch.int32, device=device)
 
 
 def bucket_of(leaves: Sequence[Any], axis: str) -> Bucket:

@@ -15,6 +15,7 @@ from .lowering import exchange_on_gloo, gather_on_gloo, reduce_in_place
 from .overlapping import overlap
 from .placement import gather_late, reduce_early
 from .reading import read_ahead
+from .rounds import exchange_early
 from .skipping import skip_in_update
 
 Pass = Callable[[Program], Program]
@@ -25,6 +26,7 @@ BUILT_IN: tuple[Pass, ...] = (
     own_results,
     cast_directly,
     reduce_early,
+    exchange_early,
     cross_narrow,
     gather_late,
     bucket,
@@ -44,6 +46,7 @@ __all__ = [
     "bucket",
     "cast_directly",
     "cross_narrow",
+    "exchange_early",
     "exchange_on_gloo",
     "gather_late",
     "gather_on_gloo",
