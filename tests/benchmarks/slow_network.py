@@ -4,9 +4,10 @@
 
 Two processes of one thread each train the same GPT (29.5 million parameters) in two network
 namespaces, joined by a pair of interfaces that let through 10 Gbit/s, 1 Gbit/s and 100 Mbit/s in
-turn; and without a limit over the loopback of one namespace. It takes root and iproute2, else it
-says what is missing and ends. Bytes are counted at the interface, with TCP's headers and
-acknowledgements, and by the traced program, without. DeepSpeed takes part where it is installed.
+turn; and without a limit over the loopback of one namespace. The contestants take turns, and wait
+meanwhile. It takes root and iproute2, else it says what is missing and ends. Bytes are counted at
+the interface, with TCP's headers and acknowledgements, and by the traced program, without.
+DeepSpeed takes part where it is installed.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from .timing import where
 RATES = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 OPEN = "loopback"
 OURS, BASE = "zero_fn onebit_adam", "DDP"
-PORT = 29431
+PORT = 29431  # the first contestant's
 WARM_UP = 0.15  # the share of a run's steps at full precision
 
 
@@ -58,7 +59,7 @@ class Failed(Exception):
 class Pair:
     """Two ranks, each in a namespace."""
 
-    def __init__(self, name: str, tiny: bool, ends: Sequence[End], alone: bool) -> None:
+    def __init__(self, name: str, tiny: bool, ends: Sequence[End], alone: bool, port: int) -> None:
         self.ranks = []
         for rank, end in enumerate(ends):
             interface = "lo" if alone else end.interface
@@ -67,7 +68,7 @@ class Pair:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1" if alone else ends[0].address,
-                "MASTER_PORT": str(PORT),
+                "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": "1",
             }
@@ -111,32 +112,48 @@ class Pair:
 
 
 def measure(
-    name: str, tiny: bool, ends: tuple[End, End], rates: Sequence[str], steps: int, repeats: int
-) -> Measured:
-    """One contestant on every network.
-
-    Raises:
-        Failed: if it does not run here.
-    """
-    seconds: dict[str, float] = {}
+    names: Sequence[str],
+    tiny: bool,
+    ends: tuple[End, End],
+    rates: Sequence[str],
+    steps: int,
+    repeats: int,
+) -> tuple[dict[str, Measured], dict[str, str]]:
+    """All contestants on every network, in turn in each repetition; why others were left out."""
+    seconds: dict[str, dict[str, float]] = {}
+    counted, sent, left_out = {}, {}, {}
     for networks, hosts in (((OPEN,), (ends[0], ends[0])), (tuple(rates), ends)):
         with ExitStack() as stack:
-            pair = Pair(name, tiny, hosts, alone=hosts[0] is hosts[1])
-            stack.callback(pair.close)
-            counted = pair.answers()[0].get("wire")
+            pairs: dict[str, Pair] = {}
+            for port, name in enumerate(names, PORT):
+                if name in left_out:
+                    continue
+                pairs[name] = Pair(name, tiny, hosts, alone=hosts[0] is hosts[1], port=port)
+                stack.callback(pairs[name].close)
+                try:
+                    counted[name] = pairs[name].answers()[0].get("wire")
+                except Failed as failure:
+                    left_out[name] = str(failure)
+                    del pairs[name]
             for network in networks:
                 if network != OPEN:
                     for end in ends:
                         stack.callback(end.limit, None)
                         end.limit(RATES[network])
+                found: dict[str, list[Any]] = {name: [] for name in pairs}
+                for pair in pairs.values():
                     pair.run(1)  # empties what a faster network had left in the bucket
-                found = [pair.run(steps) for _ in range(repeats)]
-                seconds[network] = statistics.median(
-                    max(answer["seconds"] for answer in both) for both in found
-                )
-            # over loopback an interface counts both directions
-            sent = statistics.median(both[0]["sent"] for both in found)
-    return Measured(seconds, sent, counted)
+                for _ in range(repeats):
+                    for name, pair in pairs.items():
+                        found[name].append(pair.run(steps))
+                for name, runs in found.items():
+                    seconds.setdefault(name, {})[network] = statistics.median(
+                        max(answer["seconds"] for answer in both) for both in runs
+                    )
+                    # over loopback an interface counts both directions
+                    sent[name] = statistics.median(both[0]["sent"] for both in runs)
+    measured = {name: Measured(found, sent[name], counted[name]) for name, found in seconds.items()}
+    return measured, left_out
 
 
 def table(found: dict[str, Measured], config: gpt.Config) -> Table:
@@ -224,19 +241,17 @@ def main() -> None:
     # so that namespaces and ranks are cleared away
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     config = TINY if options.tiny else CONFIG
-    console, found = Console(width=120), {}
+    console = Console(width=120)
     try:
         with two_hosts() as ends:
-            for name in options.only:
-                try:
-                    found[name] = measure(
-                        name, options.tiny, ends, options.rates, options.steps, options.repeats
-                    )
-                except Failed as failure:
-                    console.print(f"left out: {name}: {failure}", markup=False)
+            found, left_out = measure(
+                options.only, options.tiny, ends, options.rates, options.steps, options.repeats
+            )
     except Unavailable as reason:
         console.print(f"skipped: {reason}", markup=False)
         return
+    for name, reason in left_out.items():
+        console.print(f"left out: {name}: {reason}", markup=False)
     if found:
         console.print(table(found, config))
         for line in [] if options.tiny else goals(found, config):
