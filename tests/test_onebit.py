@@ -376,10 +376,10 @@ def test_signs_without_feedback_train_worse() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_trains_nearly_as_well_as_adamw(seed: int) -> None:
-    """In 600 steps; measured: 1-bit Adam -1.2 to -0.4 %, 0/1 Adam +0.5, +0.7 and +1.3 %."""
+    """In 600 steps; measured: 1-bit Adam -1.2 to -0.4 %, 0/1 Adam -0.1 to +0.4 %."""
     config = gpt.preset("tiny")
     base = held_out_loss("AdamW", 600, seed, config)
     assert held_out_loss("1-bit Adam", 600, seed, config) < 1.01 * base
-    assert held_out_loss("0/1 Adam", 600, seed, config) < 1.015 * base
+    assert held_out_loss("0/1 Adam", 600, seed, config) < 1.01 * base
     # so that the test can tell
     assert held_out_loss("signs without feedback", 600, seed, config) > 1.05 * base

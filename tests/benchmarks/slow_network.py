@@ -1,4 +1,4 @@
-"""A training step over a slow network: compressed communication beside DDP, its hooks, DeepSpeed.
+"""A training step over a slow network: compressed communication beside DDP and its hooks.
 
     python -m tests.benchmarks.slow_network --plot slow_network.png
 
@@ -7,7 +7,10 @@ namespaces, joined by a pair of interfaces that let through 10 Gbit/s, 1 Gbit/s 
 turn; and without a limit over the loopback of one namespace. The contestants take turns, and wait
 meanwhile. It takes root and iproute2, else it says what is missing and ends. Bytes are counted at
 the interface, with TCP's headers and acknowledgements, and by the traced program, without.
-DeepSpeed takes part where it is installed.
+
+DeepSpeed's OneBitAdam has no row: 0.19.8 has no 1-bit optimizers any more ("OneBitAdam is not a
+supported DeepSpeed Optimizer"), and 0.18.0 has them for accelerators only. On CPUs its "compressed"
+backend says "This op had not been implemented on CPU backend", and "nccl" and "mpi" import cupy.
 """
 
 import argparse

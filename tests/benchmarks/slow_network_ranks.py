@@ -24,15 +24,11 @@ from .network import sent_over
 from .peers import CONFIG, TINY
 from .peers_contestants import (
     DECAY,
-    GPT,
     LEARNING_RATE,
-    ROWS,
     Job,
     _adamw,
     _join,
-    _mean,
     _module_job,
-    _own,
     batch,
 )
 
@@ -67,35 +63,6 @@ def ddp(config: gpt.Config, hook: str | None = None) -> Job:
     return _module_job(config, wrap)
 
 
-def deepspeed(config: gpt.Config) -> Job:
-    """DeepSpeed's OneBitAdam."""
-    import deepspeed as ds  # type: ignore[import-not-found]
-
-    _join()
-    model = GPT(config, gpt.init(config))
-    settings = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {
-            "type": "OneBitAdam",
-            "params": {
-                "lr": LEARNING_RATE,
-                "weight_decay": DECAY,
-                "freeze_step": WARM - 1,
-                "comm_backend_name": os.environ.get("ONEBIT_BACKEND", "compressed"),
-            },
-        },
-    }
-    engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=settings)
-
-    def run(number: int) -> float:
-        loss = engine(*_own(config, number))
-        engine.backward(loss)
-        engine.step()
-        return _mean(loss)
-
-    return Job(run, None)
-
-
 def ours(config: gpt.Config, optimizer: Any) -> Job:
     """A step of this library; its bytes are those of the phase after the warm-up."""
     ranks = int(os.environ["WORLD_SIZE"])
@@ -120,7 +87,6 @@ BUILD: dict[str, Callable[[gpt.Config], Job]] = {
     "DDP": ddp,
     "DDP, bf16 hook": lambda config: ddp(config, "bf16"),
     "DDP, PowerSGD hook": lambda config: ddp(config, "PowerSGD"),
-    "DeepSpeed OneBitAdam": deepspeed,
     "zero_fn adamw": lambda config: ours(config, zf.adamw(LEARNING_RATE, weight_decay=DECAY)),
     "zero_fn onebit_adam": lambda config: ours(
         config, zf.onebit_adam(LEARNING_RATE, WARM - 1, weight_decay=DECAY)
