@@ -368,7 +368,7 @@ def test_signs_without_feedback_train_worse() -> None:
     """Small enough to run always; 1-bit Adam within 1 % takes the longer run below."""
     config = gpt.Config(length=32, layers=1, heads=2, width=32)
     base = held_out_loss("AdamW", 300, 0, config)
-    # measured: +0.9 % and +9.4 %
+    # measured: +1.2 % and +9.4 %
     assert held_out_loss("0/1 Adam", 300, 0, config) < 1.02 * base
     assert held_out_loss("signs without feedback", 300, 0, config) > 1.05 * base
 

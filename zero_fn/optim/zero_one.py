@@ -106,8 +106,8 @@ def zero_one_adam(
         eps: added outside the root.
         weight_decay: the factor of the decay, itself multiplied by the learning rate.
         mask: a function of (key path, shape) that says which leaves decay; None: all.
-        var_update_scaler: the variance steps lie 1 apart for so many of them, then 2, 4, ...; before
-            ``var_freeze_step`` there should be more than 1 / (1 - b2) of them.
+        var_update_scaler: the variance steps lie 1 apart for so many of them, then 2, 4, ...; more
+            than 1 / (1 - b2) should come before ``var_freeze_step``.
         local_step_scaler: after ``var_freeze_step`` the steps between synchronisations double after
             every so many.
         local_step_clipper: the most steps between synchronisations.
