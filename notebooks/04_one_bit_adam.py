@@ -147,7 +147,7 @@ assert fewer > 5
 # feedback is thrown away at each step.
 
 
-# %%
+# %% tags=["varies"]
 def forgetful(optimizer):
     base = zf.compressed(optimizer, "1bit")
 
@@ -196,7 +196,7 @@ axes.legend(loc="lower left")
 pyplot.show()
 
 last = {name: sum(values[-20:]) / 20 for name, values in losses.items()}
-print({name: f"{value:.4f}" for name, value in last.items()})
+print({name: f"{value:.3f}" for name, value in last.items()})
 costs = {name: last[name] / last["AdamW"] - 1 for name in ("1-bit Adam", "one bit, no feedback")}
 assert costs["1-bit Adam"] < 0.6 * costs["one bit, no feedback"]
 
