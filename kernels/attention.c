@@ -67,8 +67,10 @@ static void widen(const task *t, const void *from, int64_t start, int64_t count,
     const uint16_t *half = (const uint16_t *)from + start * t->size;
     for (int64_t i = 0; i < count; i++, to += step, whole += t->size, half += t->size) {
         if (t->half)
-            for (int64_t j = 0; j < t->size; j++)
-                ((uint32_t *)to)[j] = (uint32_t)half[j] << 16;
+            for (int64_t j = 0; j < t->size; j++) {
+                const uint32_t bits = (uint32_t)half[j] << 16;
+                memcpy(to + j, &bits, sizeof bits);
+            }
         else
             memcpy(to, whole, t->size * sizeof(float));
         for (int64_t j = t->size; j < step; j++)

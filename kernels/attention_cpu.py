@@ -3,8 +3,7 @@
 The latter takes some rows of tiles at a time; also float64 and biases, which the C does not. The
 keys of a row are gathered, so that the work is that of the blocks that are seen. In the
 forward, rows that see equally many blocks share a call, in which they stand as heads do: threads
-wait for each other at the end of each call. Half precision is computed in float32: most CPUs have
-no fast product of anything smaller.
+wait for each other at the end of each call. Half precision is computed in float32.
 """
 
 import math

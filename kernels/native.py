@@ -36,7 +36,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as problem:
         said = getattr(problem, "stderr", None) or problem
-        _log.info("%s is not compiled, and runs in numpy instead: %s", source.name, said)
+        _log.info("%s is not compiled, and another way is taken: %s", source.name, said)
         return None
 
 

@@ -57,9 +57,11 @@ def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     flat, treedef = pytree.tree_flatten((args, kwargs))
     there = [x for x in flat if isinstance(x, OnDevice)]
     here = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, OnDevice)]
-    if str(op).startswith("zero_fn.adamw"):
+    if str(op) in ("zero_fn.adamw.default", "zero_fn.adamw_.default"):
         return _adam(op, args, kwargs)
-    if there and op not in _COPIES and any(x.ndim for x in here):
+    # This library's own operations take numbers from anywhere.
+    refused = [x for x in there if x.ndim] if op.namespace == "zero_fn" else there
+    if refused and op not in _COPIES and any(x.ndim for x in here):
         raise RuntimeError(f"{op}: tensors on {DEVICE} and of {[*map(_told, here)]} on the host")
     own = {id(x.raw): x for x in there}
     raw = [x.raw if isinstance(x, OnDevice) else x for x in flat]

@@ -212,13 +212,12 @@ def at_home(params: PyTree, opt_state: PyTree) -> PyTree:
         for path, x in zip(tree.paths(opt_state), tree.leaves(opt_state), strict=True)
         if isinstance(x, Tensor)
     ]
+    held.sort(key=lambda entry: len(entry[0]))  # mu.w before mu.block.w, which ends in .w too
 
     def moved(path: str, p: Any) -> Any:
         end = f".{path}" if path else ""
-        return next(
-            (tree.on_device_of(x, p) for at, x in held if x.shape == p.shape and at.endswith(end)),
-            p,
-        )
+        homes = (x for at, x in held if x.shape == p.shape and at.endswith(end))
+        return tree.on_device_of(next(homes, p), p)
 
     return tree.map_with_path(moved, params)
 

@@ -192,7 +192,8 @@ def select(condition: Tensor, new: PyTree, old: PyTree) -> PyTree:
     copies: dict[torch.device, Tensor] = {}
 
     def chosen(x: Tensor, y: Tensor) -> Tensor:
-        own = copies.setdefault(y.device, tree.on_device_of(y, condition))
-        return torch.where(own, x, y)
+        if y.device not in copies:
+            copies[y.device] = tree.on_device_of(y, condition)
+        return torch.where(copies[y.device], x, y)
 
     return tree.map(chosen, new, old)

@@ -78,6 +78,34 @@ def test_equals_the_formula_without_a_compiler(
     test_equals_the_formula(name, dtype)
 
 
+@pytest.mark.parametrize("heads", [2, 1])  # of keys: 1 is shared out by rows and columns
+def test_threads_change_no_bit(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if attention_native.library(attention_native.SOURCE) is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(attention_native, "SHARE", 1)
+    passes = []
+    run = attention_native._run
+
+    def counted(names: list[str], *args: Any, **tensors: Any) -> None:
+        passes.append(tuple(names))
+        run(names, *args, **tensors)
+
+    monkeypatch.setattr(attention_native, "_run", counted)
+    layout = Layout.bigbird(200, num_heads=1, block=16)
+    q, k, v = (torch.randn(1, n, 200, 40) for n in (2 * heads, heads, heads))
+
+    def found(threads: int) -> list[Tensor]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        f = lambda *qkv: block_sparse_attention(*qkv, layout)  # noqa: E731
+        return [f(q, k, v), *gradients(f, q, k, v)]
+
+    for a, b in zip(found(1), found(2), strict=True):
+        assert torch.equal(a, b)
+    whole, parted = ("backward",), ("backward_queries", "backward_keys")
+    expected = {("forward",), whole} | ({parted} if heads == 1 else set())
+    assert set(passes) == expected
+
+
 @pytest.mark.parametrize("name", ["causal", "holes", "own patterns, grouped", "bias of heads"])
 def test_log_sum_and_its_gradient(name: str) -> None:
     case = CASES[name]

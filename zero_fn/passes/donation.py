@@ -59,7 +59,10 @@ def _bring_back(program: Program) -> None:
     for node in list(program.graph_module.graph.nodes):
         old = moved_input(node.args[0]) if is_crossing(node) else None
         if old is not None and same_kind(old, node) and free.after(old, node):
-            _replaced(node, torch.ops.aten.copy_.default, (old, node.args[0]))
+            with node.graph.inserting_before(node):
+                node.graph.call_function(torch.ops.aten.copy_.default, (old, node.args[0]))
+            node.replace_all_uses_with(old)
+            node.graph.erase_node(node)
 
 
 def _adam_in_place(program: Program, node: Node) -> None:
