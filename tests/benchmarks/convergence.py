@@ -7,8 +7,7 @@ steps and falls along a cosine, as in the papers. What costs is not the bits but
 frozen before it has settled: with a fifth of 200 steps as warm-up, 8 bits a value lose as much.
 Therefore 0/1 Adam's ``var_update_scaler``, like its other settings, goes by the length of the run:
 of 600 steps the variance sees 135 gradients, more than the 1 / (1 - b2) = 100 that it remembers.
-With the default of 16, which is for longer runs, it sees 64, and one of six seeds ends 12 % above
-AdamW.
+The default of 16 is for longer runs.
 """
 
 import argparse
