@@ -21,8 +21,12 @@ static inline values momentum(const float *g, const float *mu, const float *erro
                               int64_t count)
 {
     values x = load(g, count);
-    if (mu)
+    will_read(g);
+    will_read(error);
+    if (mu) {
+        will_read(mu);
         x = each(beta) * load(mu, count) + each(1 - beta) * x;
+    }
     return load(error, count) + x;
 }
 

@@ -8,6 +8,8 @@
 static inline values add(const float *x, const float *error, int8_t *minus, int64_t i, int32_t count)
 {
     values a, b;
+    will_read(x + i * WIDTH);
+    will_read(error + i * WIDTH);
     memcpy(&a, x + i * WIDTH, sizeof a);
     memcpy(&b, error + i * WIDTH, sizeof b);
     a += b;
@@ -23,6 +25,7 @@ static inline values add(const float *x, const float *error, int8_t *minus, int6
 /* What the scale leaves of a sum, 0 from count on. */
 static inline void lose(values total, words scale, float *residual, int64_t i, int32_t count)
 {
+    will_write(residual + i * WIDTH);
     values lost = total - (values)(((words)total & all(0x80000000)) | scale);
     if (count < (i + 1) * WIDTH)
         for (int j = 0; j < WIDTH; j++)

@@ -24,6 +24,13 @@ static inline words word_of(float value)
     return all(word);
 }
 
+/* What will be read, and written, some steps from now is asked for: the processor's own reading ahead
+   ends with each page. Values past the end are not touched by it. */
+#define AHEAD 512
+static inline void will_read(const float *from) { __builtin_prefetch(from + AHEAD, 0); }
+
+static inline void will_write(float *to) { __builtin_prefetch(to + AHEAD, 1); }
+
 /* The first `count` values at `from`, zeros behind them. */
 static inline values load(const float *from, int64_t count)
 {
