@@ -15,6 +15,7 @@ from .graphs import (
     departures,
     is_alias,
     is_item,
+    is_view,
     nbytes,
     op_name,
     origin,
@@ -133,7 +134,7 @@ def work(graph: Graph) -> list[Work]:
     """What each operation has to do; views and collectives have nothing to do."""
     found = []
     for node in graph.nodes:
-        if node.op != "call_function" or is_alias(node) or kind_of(node) or is_item(node):
+        if node.op != "call_function" or is_view(node) or kind_of(node) or is_item(node):
             continue
         read = sum(nbytes(used) for used in node.all_input_nodes)
         made = sum(size for _, size in parts(node))
@@ -150,6 +151,10 @@ def _counter() -> Any:
     return importlib.import_module("torch.utils.flop_counter")
 
 
+def _added_product(_: Any, a: Any, b: Any, **__: Any) -> int:
+    return int(_counter().mm_flop(a.shape, b.shape))
+
+
 def _attention_on_cpu(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return int(_counter().sdpa_flop_count(q.shape, k.shape, v.shape))
 
@@ -161,6 +166,7 @@ def _attention_backward_on_cpu(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__:
 _aten = torch.ops.aten
 # Values in, FLOPs out; torch's own registry does not know these.
 FLOPS: dict[Any, Callable[..., int]] = {
+    _aten.addmm_: _added_product,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_on_cpu,
 }

@@ -66,8 +66,9 @@ def jit(
             raise ValueError(
                 f"skip names {name!r}, which is no built-in pass; {suggestion(name, names)}"
             )
-    # Inductor finds by itself what it can reduce in place, and refuses graphs that say so.
-    left_out = {*skip, *(["reduce_in_place"] if compiler == "inductor" else [])}
+    # Inductor finds by itself what it can do in place, and refuses reductions that say so.
+    its_own = ["reduce_in_place", "sum_in_place"] if compiler == "inductor" else []
+    left_out = {*skip, *its_own}
     kept = [built_in for built_in in BUILT_IN if built_in.__name__ not in left_out]
     return Jitted(f, places, compiler, (*kept, *passes))
 

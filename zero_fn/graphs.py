@@ -218,6 +218,27 @@ def written(node: Node) -> list[Node]:
     return found
 
 
+def product(node: Node) -> list[Node]:
+    """The way from a value to the matrix product that it is, past transposes there and back.
+
+    Empty if it is something else, or if any of it is read by more than one node.
+    """
+    chain = [node]
+    while _transposes(node):
+        node = node.all_input_nodes[0]
+        chain.append(node)
+    alone = all(len(x.users) == 1 for x in chain)
+    upright = len(chain) % 2 == 1
+    return chain if node.target is torch.ops.aten.mm.default and alone and upright else []
+
+
+def _transposes(node: Node) -> bool:
+    """Whether a node is a matrix, transposed."""
+    if node.target is torch.ops.aten.permute.default:
+        return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    return node.target is torch.ops.aten.t.default
+
+
 def prepared(collective: Node) -> list[Node]:
     """What prepares the input of a collective and is used by nothing else, in order."""
     found: list[Node] = []

@@ -1,6 +1,7 @@
 """What runs on the ranks of ``pipeline.py``: stages that rest, and pipelines of a GPT."""
 
 import gc
+import importlib
 import time
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +17,7 @@ from zero_fn.pipelining.schedule import Action
 from zero_fn.pipelining.work import Work
 
 from .peers_contestants import (
+    _LIBRARIES,
     DECAY,
     LEARNING_RATE,
     Block,
@@ -219,7 +221,8 @@ def build(
     contestant: str, config: gpt.Config, stages: int, microbatches: int, steps: int
 ) -> list[float]:
     """Make a contestant on this rank; the losses of its first steps."""
-
+    for library in (*_LIBRARIES, "torch.distributed.pipelining"):
+        importlib.import_module(library)  # what code takes is not what a step takes
     _baseline[0] = _anonymous()
     whose, name = contestant.removesuffix(", jit").split()
     if whose == "torch":

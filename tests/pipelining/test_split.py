@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero_fn as zf
 from zero_fn import tree
@@ -65,6 +66,43 @@ def test_what_is_due_is_what_weights_need() -> None:
     grads = [x for x in due if x.shape[-1:] == (CONFIG.width,)]
     assert grads
     assert held(due, params) < 2 * held(saved, params)
+
+
+class Called(TorchDispatchMode):
+    """The operations that ran, with the shape of each result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        shape = tuple(out.shape) if isinstance(out, Tensor) else ()
+        self.found.append((func.overloadpacket.__name__, shape))
+        return out
+
+
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_products_are_added_up_where_they_are_computed(kinds: str) -> None:
+    """From the second micro-batch on, no matrix's gradient is in memory of its own."""
+    stages, params = gpt.stages(CONFIG, 2), gpt.split_params(gpt.init(CONFIG), CONFIG, 2)
+    tokens = torch.randint(0, 64, (4, 32))
+    parts = [(tokens, tokens)] * 2
+    work = Work(stages, dict(enumerate(params)), parts, [0.5] * 2, {}, eager=True)
+    matrices = sorted(tuple(x.shape) for x in tree.leaves(params[1]) if x.ndim == 2)
+    seen = []
+    for number in (0, 1):
+        for stage in (0, 1):
+            work.compute(Action(stage, "F", number))
+        with Called() as called:
+            for kind in kinds:
+                work.compute(Action(1, kind, number))
+        seen.append(called.found)
+    once, again = ([x for x in found if x[0] == "addmm_"] for found in seen)
+    assert once == []
+    assert sorted(shape for _, shape in again) == matrices
+    products = [sum(name == "mm" for name, _ in found) for found in seen]
+    assert products[0] - products[1] == len(matrices)
 
 
 def test_remat_saves_inputs_alone() -> None:

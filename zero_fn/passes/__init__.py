@@ -17,6 +17,7 @@ from .placement import gather_late, reduce_early
 from .reading import read_ahead
 from .rounds import exchange_early
 from .skipping import skip_in_update
+from .summing import sum_in_place
 
 Pass = Callable[[Program], Program]
 
@@ -36,6 +37,7 @@ BUILT_IN: tuple[Pass, ...] = (
     read_ahead,
     update_in_place,
     reduce_in_place,
+    sum_in_place,
     exchange_on_gloo,
     gather_on_gloo,
 )
@@ -56,6 +58,7 @@ __all__ = [
     "reduce_early",
     "reduce_in_place",
     "skip_in_update",
+    "sum_in_place",
     "update_in_place",
     "write_to_disk",
 ]

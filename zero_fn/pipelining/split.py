@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
-from ..graphs import ALL_GATHER, base, is_alias, is_item, written
+from ..graphs import ALL_GATHER, base, is_alias, is_item, product, written
 from ..tree import Tensor
 from .splicing import spliced
 
@@ -215,12 +215,19 @@ def _programs(
     return StageProgram(f, i, w, b, _owned([*dcarry, *due], dparams, first | last))
 
 
-# For each param what its gradient is added to: None, or whether in place.
-Adding = tuple[bool | None, ...]
+class Added(NamedTuple):
+    """What a gradient is added to: of which dtype, and whether in place."""
+
+    dtype: torch.dtype
+    in_place: bool
+
+
+# For each param; None: its gradient is added to nothing.
+Adding = tuple[Added | None, ...]
 
 
 def _adding(sums: Sequence[Sum]) -> Adding:
-    return tuple(None if x.total is None else x.own for x in sums)
+    return tuple(None if x.total is None else Added(x.total.dtype, x.own) for x in sums)
 
 
 def _totals(sums: Sequence[Sum]) -> Tensors:
@@ -308,27 +315,45 @@ def _extract(
     graph = Graph()
     box = graph.placeholder("box")
     totals: dict[int, Node] = {}  # by the place in summed
+    products: dict[Node, int] = {}
     for place in reversed(range(len(summed))):
-        if adding[place] is not None:
+        added = adding[place] if adding else None
+        if added is not None:
             totals[place] = graph.call_method("pop", (box,))
+            chain, alone = product(summed[place]), [*outputs, *summed].count(summed[place]) == 1
+            same = added.dtype == summed[place].meta["val"].dtype
+            if alone and same and made.issuperset(chain):
+                products |= dict.fromkeys(chain, place)
     copies: dict[Node, Node] = {}
 
-    def sum_up(node: Node) -> None:
-        for place, total in totals.items():
+    def sum_up(place: int, plain: Any, *args: Node, like: Node) -> None:
+        """Add to a total, in place or by ``plain``, an op whose twin in place has its name."""
+        dtype, in_place = adding[place]  # type: ignore[misc]
+        name, overload = plain._schema.name.removeprefix("aten::"), plain._overloadname
+        op = getattr(getattr(torch.ops.aten, name + "_"), overload) if in_place else plain
+        totals[place] = graph.call_function(op, (totals[place], *args))
+        value = like.meta["val"]
+        with disable_proxy_modes_tracing():
+            totals[place].meta["val"] = value.new_empty(value.shape, dtype=dtype)
+
+    def sum_up_each(node: Node) -> None:
+        for place in totals:
             if summed[place] is node:
-                add = torch.ops.aten.add_.Tensor if adding[place] else torch.ops.aten.add.Tensor
-                totals[place] = graph.call_function(add, (total, copies[node]))
-                totals[place].meta["val"] = node.meta["val"]
+                sum_up(place, torch.ops.aten.add.Tensor, copies[node], like=node)
 
     for node in reversed(inputs):
         copies[node] = graph.call_method("pop", (box,))
     for node in inputs:
-        sum_up(node)
+        sum_up_each(node)
     for node in module.graph.nodes:
-        if node in made:
+        if node in products:
+            if node.target is torch.ops.aten.mm.default:
+                place, factors = products[node], [copies[x] for x in node.args]
+                sum_up(place, torch.ops.aten.addmm.default, *factors, like=node)
+        elif node in made:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            sum_up(node)
-    sums = [totals.get(place, copies[node]) for place, node in enumerate(summed)]
+            sum_up_each(node)
+    sums = [totals.get(place, copies.get(node)) for place, node in enumerate(summed)]
     graph.output([*(copies[node] for node in outputs), *sums])
 
     @functools.cache  # a trace never needs it
